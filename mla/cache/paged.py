@@ -1,0 +1,200 @@
+"""Writing, gathering, copying and swapping rows of the paged latent cache, in plain torch.
+
+On the CPU slots and blocks are checked by value before anything is written. On other devices no value is read on the host:
+slots outside the cache are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mla._checks import check_tensor
+from mla.cache.spec import check_latent_cache
+from mla.errors import CacheError
+
+__all__ = ["copy_blocks_", "gather_latent_cache", "swap_blocks_", "write_latent_cache_"]
+
+
+def write_latent_cache_(
+    latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Store the latent rows of new tokens.
+
+    Parameters
+    ----------
+    latent_cache : torch.Tensor of shape (num_blocks, block_size, latent_dim)
+        Written in place, in its own dtype (float64, float32, bfloat16 or float16).
+    kv_c : torch.Tensor of shape (num_tokens, kv_lora_rank)
+        Normed latents; stored detached, rounded to the cache's dtype.
+    k_pe : torch.Tensor of shape (num_tokens, qk_rope_head_dim)
+        Rotated key parts.
+    slot_mapping : torch.Tensor of shape (num_tokens,), int64
+        ``block * block_size + offset`` of each token; -1 writes nothing.
+
+    Raises
+    ------
+    CacheError
+        Shapes, dtypes or devices that do not fit; on the CPU also a slot outside the cache or one given twice. Nothing is
+        written then.
+    """
+    check_latent_cache("latent_cache", latent_cache)
+    device = latent_cache.device
+    bound = check_tensor("slot_mapping", slot_mapping, "(num_tokens,)", torch.int64, device=device, error=CacheError)
+    check_tensor("kv_c", kv_c, "(num_tokens, kv_lora_rank)", device=device, bound=bound, error=CacheError)
+    check_tensor("k_pe", k_pe, "(num_tokens, qk_rope_head_dim)", kv_c.dtype, device=device, bound=bound, error=CacheError)
+    rank, latent_dim = kv_c.shape[1], latent_cache.shape[2]
+    if rank + k_pe.shape[1] != latent_dim:
+        raise CacheError(
+            f"kv_c, k_pe: expected {latent_dim} columns together (latent_dim of the cache), got {rank} + {k_pe.shape[1]}"
+        )
+    if not kv_c.dtype.is_floating_point:
+        raise CacheError(f"kv_c: expected a floating dtype, got {kv_c.dtype}")
+    rows = latent_cache.view(-1, latent_dim)
+    with torch.no_grad():
+        if device.type == "cpu":
+            keep = _writable(slot_mapping, len(rows))
+            if keep is not None:
+                slot_mapping, kv_c, k_pe = slot_mapping[keep], kv_c[keep], k_pe[keep]
+            rows[:, :rank].index_put_((slot_mapping,), kv_c.to(rows.dtype))
+            rows[:, rank:].index_put_((slot_mapping,), k_pe.to(rows.dtype))
+        else:
+            _write_unchecked_(rows, torch.cat([kv_c, k_pe], dim=1).to(rows.dtype), slot_mapping)
+
+
+def _writable(slots: torch.Tensor, num_slots: int) -> torch.Tensor | None:
+    """Indices of the rows to write, None for all; slots are checked by value."""
+    if not slots.numel():
+        return None
+    ordered = slots.sort().values
+    low, high = int(ordered[0]), int(ordered[-1])
+    if low < -1 or high >= num_slots:
+        raise CacheError(f"slot_mapping: expected slots in -1..{num_slots - 1}, got {low if low < -1 else high}")
+    twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    if bool(twice.any()):
+        raise CacheError(f"slot_mapping: expected every slot once, got slot {int(ordered[1:][twice][0])} twice")
+    return (slots >= 0).nonzero().flatten() if low < 0 else None
+
+
+def _write_unchecked_(rows: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    """Scatter without reading a value on the host: a skipped row repeats the write of the first row that counts."""
+    if not slots.numel() or not len(rows):
+        return
+    writable = (slots >= 0) & (slots < len(rows))
+    first = writable.to(torch.int32).argmax()
+    source = torch.where(writable, torch.arange(len(slots), device=slots.device), first)
+    # With no row to write, every index is `first`, which holds a bad slot: then row 0 gets its own value back.
+    target = torch.where(writable[first], slots[source], 0)
+    rows.index_put_((target,), torch.where(writable[first], values[source], rows[:1]))
+
+
+def gather_latent_cache(latent_cache: torch.Tensor, slots: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """Copy cache rows into a workspace.
+
+    Parameters
+    ----------
+    latent_cache : torch.Tensor of shape (num_blocks, block_size, latent_dim)
+        The cache.
+    slots : torch.Tensor of shape (num_kv_tokens,), int64
+        Rows to copy; all inside the cache.
+    out : torch.Tensor of shape (num_rows, latent_dim)
+        Workspace of at least `num_kv_tokens` rows, in the dtype that the products run in.
+
+    Returns
+    -------
+    torch.Tensor of shape (num_kv_tokens, latent_dim)
+        The filled head of `out`.
+
+    Raises
+    ------
+    CacheError
+        Shapes, dtypes or devices that do not fit, a workspace that is too small; on the CPU also a slot outside the cache.
+    """
+    check_latent_cache("latent_cache", latent_cache)
+    device = latent_cache.device
+    check_tensor("slots", slots, "(num_kv_tokens,)", torch.int64, device=device, error=CacheError)
+    check_tensor("out", out, "(num_rows, latent_dim)", device=device, bound={"latent_dim": latent_cache.shape[2]},
+                 error=CacheError)
+    num_rows, num_slots = slots.shape[0], latent_cache.shape[0] * latent_cache.shape[1]
+    if out.shape[0] < num_rows:
+        raise CacheError(f"out: expected at least {num_rows} rows, got {out.shape[0]}")
+    if device.type == "cpu" and num_rows:
+        low, high = int(slots.min()), int(slots.max())
+        if low < 0 or high >= num_slots:
+            raise CacheError(f"slots: expected slots in 0..{num_slots - 1}, got {low if low < 0 else high}")
+    target = out[:num_rows]
+    rows = latent_cache.view(num_slots, -1)
+    if out.dtype == latent_cache.dtype and target.is_contiguous():
+        torch.index_select(rows, 0, slots, out=target)
+    else:
+        target.copy_(rows.index_select(0, slots))
+    return target
+
+
+def _check_pairs(src_to_dst: torch.Tensor, num_src: int, num_dst: int) -> torch.Tensor:
+    """The (source, destination) pairs on the host, checked by value."""
+    check_tensor("src_to_dst", src_to_dst, "(num_pairs, 2)", (torch.int64, torch.int32), error=CacheError)
+    pairs = src_to_dst.to("cpu", torch.int64)
+    for column, name, size in ((0, "source", num_src), (1, "destination", num_dst)):
+        bad = pairs[(pairs[:, column] < 0) | (pairs[:, column] >= size), column]
+        if bad.numel():
+            raise CacheError(f"src_to_dst: expected {name} blocks in 0..{size - 1}, got {int(bad[0])}")
+    if pairs[:, 1].unique().numel() != len(pairs):
+        raise CacheError(f"src_to_dst: expected every destination once, got {pairs[:, 1].tolist()[:16]}")
+    return pairs
+
+
+def copy_blocks_(latent_caches: Sequence[torch.Tensor], src_to_dst: torch.Tensor) -> None:
+    """Copy blocks within each layer's cache; all sources are read before any destination is written.
+
+    Parameters
+    ----------
+    latent_caches : sequence of torch.Tensor of shape (num_blocks, block_size, latent_dim)
+        One per layer, of equal shape; written in place.
+    src_to_dst : torch.Tensor of shape (num_pairs, 2), int64 or int32
+        Source and destination blocks. Host integers are best: the values are checked.
+
+    Raises
+    ------
+    CacheError
+        Blocks outside a cache or a destination given twice; nothing is written then.
+    """
+    if not latent_caches:
+        raise CacheError("latent_caches: expected at least one cache, got none")
+    for i, cache in enumerate(latent_caches):
+        check_latent_cache(f"latent_caches[{i}]", cache)
+    smallest = min(cache.shape[0] for cache in latent_caches)
+    pairs = _check_pairs(src_to_dst, smallest, smallest)
+    with torch.no_grad():
+        for cache in latent_caches:
+            src, dst = pairs.to(cache.device).unbind(1)
+            cache.index_copy_(0, dst, cache.index_select(0, src))
+
+
+def swap_blocks_(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: torch.Tensor) -> None:
+    """Copy blocks from one cache to another, which may live on another device.
+
+    Parameters
+    ----------
+    src_cache, dst_cache : torch.Tensor of shape (num_blocks, block_size, latent_dim)
+        Equal block size, latent width and dtype; `dst_cache` is written in place.
+    src_to_dst : torch.Tensor of shape (num_pairs, 2), int64 or int32
+        Source and destination blocks. Host integers are best: the values are checked.
+
+    Raises
+    ------
+    CacheError
+        Caches that differ in layout, blocks outside them, or a destination given twice; nothing is written then.
+    """
+    check_latent_cache("src_cache", src_cache)
+    check_latent_cache("dst_cache", dst_cache)
+    if src_cache.shape[1:] != dst_cache.shape[1:] or src_cache.dtype != dst_cache.dtype:
+        raise CacheError(
+            f"dst_cache: expected blocks of {tuple(src_cache.shape[1:])} {src_cache.dtype}, "
+            f"got {tuple(dst_cache.shape[1:])} {dst_cache.dtype}"
+        )
+    pairs = _check_pairs(src_to_dst, src_cache.shape[0], dst_cache.shape[0])
+    with torch.no_grad():
+        blocks = src_cache.index_select(0, pairs[:, 0].to(src_cache.device))
+        dst_cache.index_copy_(0, pairs[:, 1].to(dst_cache.device), blocks.to(dst_cache.device))

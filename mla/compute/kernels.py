@@ -1,0 +1,229 @@
+"""What a device provides: the contracts of the four kernels, and the record that holds a set of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import attrs
+import torch
+
+from mla._checks import dtype_name
+from mla.cache.paged import gather_latent_cache, write_latent_cache_
+from mla.errors import KernelError
+from mla.metadata.dims import MLADims
+from mla.metadata.records import DecodeMetadata
+
+__all__ = [
+    "GatherLatentCache",
+    "KernelSet",
+    "PagedDecode",
+    "VarlenAttention",
+    "WriteLatentCache",
+    "explain",
+    "refuse_features",
+]
+
+
+class PagedDecode(Protocol):
+    """Attention of new tokens over the paged latent cache: every head attends the same rows (MQA).
+
+    Token i of a sequence with `query_len` new tokens sees ``seq_len - query_len + i + 1`` keys. The value of a key is the
+    first `kv_lora_rank` columns of its row. A row that sees no key gives ``out = 0`` and ``lse = -inf``; rows of q beyond
+    ``query_start_loc[-1]`` are such rows. Memory that no valid index reaches may hold NaN.
+    """
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        latent_cache: torch.Tensor,
+        metadata: DecodeMetadata,
+        *,
+        kv_lora_rank: int,
+        softmax_scale: float,
+        plan: object | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the kernel.
+
+        Parameters
+        ----------
+        q : torch.Tensor of shape (num_tokens, num_heads, latent_dim)
+            Queries, folded into the latent space.
+        latent_cache : torch.Tensor of shape (num_blocks, block_size, latent_dim)
+            The cache; it already holds the new tokens.
+        metadata : DecodeMetadata
+            Where the rows lie.
+        kv_lora_rank : int
+            Columns of a value.
+        softmax_scale : float
+            Factor on q.k.
+        plan : object or None
+            What `KernelSet.plan` made of this metadata; None makes it here.
+
+        Returns
+        -------
+        out : torch.Tensor of shape (num_tokens, num_heads, kv_lora_rank)
+            In the dtype of q.
+        lse : torch.Tensor of shape (num_tokens, num_heads)
+            Natural logarithm of the sum of exponentials; float64 for float64 inputs and float32 otherwise.
+        """
+
+
+class VarlenAttention(Protocol):
+    """Attention over ragged batches of queries and keys, multi-head, values possibly narrower than keys.
+
+    Causal aligns the last query with the last key of each sequence. A row that sees no key gives ``out = 0`` and
+    ``lse = -inf``.
+    """
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        query_start_loc: torch.Tensor,
+        kv_start_loc: torch.Tensor,
+        max_query_len: int,
+        max_kv_len: int,
+        causal: bool,
+        softmax_scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the kernel.
+
+        Parameters
+        ----------
+        q : torch.Tensor of shape (num_tokens, num_heads, qk_head_dim)
+            Queries.
+        k : torch.Tensor of shape (num_kv_tokens, num_heads, qk_head_dim)
+            Keys.
+        v : torch.Tensor of shape (num_kv_tokens, num_heads, v_head_dim)
+            Values.
+        query_start_loc, kv_start_loc : torch.Tensor of shape (num_seqs + 1,), int32
+            Cumulative lengths, from 0.
+        max_query_len, max_kv_len : int
+            Longest row of each kind.
+        causal : bool
+            Whether a query sees only keys up to its own position.
+        softmax_scale : float
+            Factor on q.k.
+
+        Returns
+        -------
+        out : torch.Tensor of shape (num_tokens, num_heads, v_head_dim)
+            In the dtype of q.
+        lse : torch.Tensor of shape (num_tokens, num_heads)
+            Natural logarithm; float64 for float64 inputs and float32 otherwise.
+        """
+
+
+class WriteLatentCache(Protocol):
+    """`mla.cache.write_latent_cache_` or a device's own."""
+
+    def __call__(
+        self, latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Store the rows of new tokens; slot -1 writes nothing."""
+
+
+class GatherLatentCache(Protocol):
+    """`mla.cache.gather_latent_cache` or a device's own."""
+
+    def __call__(self, latent_cache: torch.Tensor, slots: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        """Copy the rows at `slots` to the head of `out` and return it."""
+
+
+def _no_plan(metadata: DecodeMetadata) -> object | None:
+    return None
+
+
+def _no_objection(dims: MLADims) -> str | None:
+    return None
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class KernelSet:
+    """The kernels of one device, as a value: pass it where it is needed, or make your own.
+
+    Parameters
+    ----------
+    name : str
+        Such as ``"CPU_MLA"``.
+    device_types : tuple of str
+        Devices that it runs on (``torch.device.type``); empty for any.
+    dtypes : tuple of torch.dtype
+        Dtypes of q that it takes.
+    paged_decode, varlen_attention : callable
+        See `PagedDecode` and `VarlenAttention`.
+    write_latent_cache_, gather_latent_cache : callable
+        See `WriteLatentCache` and `GatherLatentCache`; plain torch by default.
+    plan : callable
+        ``plan(decode_metadata)``: what `paged_decode` derives once per step and every layer uses; None where there is no such
+        thing.
+    page_size : int or None
+        The `PagedKV` that `paged_decode` needs in the metadata; None for none.
+    objection : callable
+        ``objection(dims)``: why a model of these dimensions cannot run, as the end of a sentence, or None.
+    remark : str
+        What `explain` adds about how it runs.
+    """
+
+    name: str
+    device_types: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    paged_decode: PagedDecode
+    varlen_attention: VarlenAttention
+    write_latent_cache_: WriteLatentCache = write_latent_cache_
+    gather_latent_cache: GatherLatentCache = gather_latent_cache
+    plan: Callable[[DecodeMetadata], object | None] = _no_plan
+    page_size: int | None = None
+    objection: Callable[[MLADims], str | None] = _no_objection
+    remark: str = ""
+
+
+def explain(kernels: KernelSet, *, dims: MLADims | None = None, dtype: torch.dtype | None = None) -> str:
+    """One sentence on what `kernels` will do with such a model, or why it will not.
+
+    Examples
+    --------
+    >>> from mla.compute import kernel_set
+    >>> explain(kernel_set("CPU_MLA"), dtype=torch.int8)
+    'CPU_MLA does not run: dtype: expected float64, float32, bfloat16 or float16, got int8'
+    """
+    if dtype is not None and dtype not in kernels.dtypes:
+        names = [dtype_name(d) for d in kernels.dtypes]
+        allowed = " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+        return f"{kernels.name} does not run: dtype: expected {allowed}, got {dtype_name(dtype)}"
+    reason = None if dims is None else kernels.objection(dims)
+    if reason is not None:
+        return f"{kernels.name} does not run: {reason}"
+    heads = "" if dims is None else f" with {dims.num_heads} heads of latent width {dims.latent_dim}"
+    kind = "" if dtype is None else f" in {dtype_name(dtype)}"
+    return f"{kernels.name} runs{heads}{kind}{': ' + kernels.remark if kernels.remark else ''}"
+
+
+def refuse_features(
+    *,
+    alibi_slopes: object = None,
+    sliding_window: object = None,
+    blocksparse_params: object = None,
+    logits_soft_cap: object = None,
+    attn_type: str = "decoder",
+) -> None:
+    """Refuse by name what no kernel set here computes; the defaults ask for nothing.
+
+    Raises
+    ------
+    KernelError
+        Naming the feature.
+    """
+    for name, value in (
+        ("alibi_slopes", alibi_slopes),
+        ("sliding_window", sliding_window),
+        ("blocksparse_params", blocksparse_params),
+        ("logits_soft_cap", logits_soft_cap),
+    ):
+        if value is not None:
+            raise KernelError(f"{name}: expected None (not supported by MLA here), got {value!r}")
+    if attn_type != "decoder":
+        raise KernelError(f"attn_type: expected 'decoder' (encoder attention is not supported by MLA here), got {attn_type!r}")

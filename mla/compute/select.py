@@ -1,0 +1,122 @@
+"""The visible table of kernel sets, and choosing from it. Nothing is probed, tried or decided by the environment."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from mla.cache.spec import CACHE_DTYPES
+from mla.compute import cpu, reference
+from mla.compute.kernels import KernelSet, explain, refuse_features
+from mla.errors import KernelError
+from mla.metadata.dims import MLADims
+from mla.metadata.records import DecodeMetadata
+
+__all__ = ["KERNEL_SETS", "kernel_set", "kernels_for"]
+
+
+
+def _plan_cpu(metadata: DecodeMetadata) -> object:
+    return cpu.plan_decode(metadata, metadata.block_size)
+
+
+CPU_MLA = KernelSet(
+    name="CPU_MLA",
+    device_types=("cpu",),
+    dtypes=CACHE_DTYPES,
+    paged_decode=cpu.paged_decode,
+    varlen_attention=cpu.varlen_attention,
+    plan=_plan_cpu,
+    remark="plain torch on the CPU, any head count, block size and width; float16 is computed in float32",
+)
+"""Plain torch, tuned for the CPU."""
+
+TORCH = attrs.evolve(CPU_MLA, name="TORCH", device_types=(), remark="plain torch on any device, reading lengths on the host")
+"""The same code wherever torch runs."""
+
+REFERENCE = KernelSet(
+    name="REFERENCE",
+    device_types=(),
+    dtypes=(torch.float64,),
+    paged_decode=reference.paged_decode,
+    varlen_attention=reference.varlen_attention,
+    remark="the float64 specification, one loop per sequence, slow",
+)
+"""`mla.compute.reference` as a set, to run a model on the specification."""
+
+KERNEL_SETS: dict[str, KernelSet] = {kernels.name: kernels for kernels in (CPU_MLA, TORCH, REFERENCE)}
+"""Every kernel set by its name."""
+
+DEFAULT_SETS = {"cpu": "CPU_MLA"}
+"""The set that `kernels_for` gives for each type of device."""
+
+
+def kernel_set(name: str) -> KernelSet:
+    """The kernel set of this name.
+
+    Raises
+    ------
+    KernelError
+        An unknown name; the text lists those that exist.
+    """
+    if name not in KERNEL_SETS:
+        raise KernelError(f"name: expected one of {', '.join(KERNEL_SETS)}, got {name!r}")
+    return KERNEL_SETS[name]
+
+
+def kernels_for(
+    device: torch.device | str,
+    *,
+    dims: MLADims | None = None,
+    dtype: torch.dtype | None = None,
+    alibi_slopes: object = None,
+    sliding_window: object = None,
+    blocksparse_params: object = None,
+    logits_soft_cap: object = None,
+    attn_type: str = "decoder",
+) -> KernelSet:
+    """The kernel set for a device, checked against what the model needs.
+
+    Parameters
+    ----------
+    device : torch.device or str
+        Such as ``"cpu"``.
+    dims : MLADims or None
+        Given, head counts and widths are checked now and not at the first call.
+    dtype : torch.dtype or None
+        Given, the dtype of the queries is checked.
+    alibi_slopes, sliding_window, blocksparse_params, logits_soft_cap, attn_type
+        What other attention libraries offer; anything but the defaults is refused by name.
+
+    Returns
+    -------
+    KernelSet
+        A value; pass it on.
+
+    Raises
+    ------
+    KernelError
+        A device without kernels of its own, dimensions or a dtype that they cannot run, or an unsupported feature.
+
+    Examples
+    --------
+    >>> kernels_for("cpu").name
+    'CPU_MLA'
+    """
+    refuse_features(
+        alibi_slopes=alibi_slopes,
+        sliding_window=sliding_window,
+        blocksparse_params=blocksparse_params,
+        logits_soft_cap=logits_soft_cap,
+        attn_type=attn_type,
+    )
+    kind = torch.device(device).type
+    if kind not in DEFAULT_SETS:
+        raise KernelError(
+            f"device: expected {' or '.join(DEFAULT_SETS)}, got {kind!r}; kernel_set('TORCH') runs in plain torch on any device"
+        )
+    kernels = KERNEL_SETS[DEFAULT_SETS[kind]]
+    sentence = explain(kernels, dims=dims, dtype=dtype)
+    if not sentence.startswith(f"{kernels.name} runs"):
+        raise KernelError(sentence.removeprefix(f"{kernels.name} does not run: "))
+    return kernels

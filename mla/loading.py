@@ -1,0 +1,246 @@
+"""Weights and dimensions from Hugging Face checkpoints of the DeepSeek-V2/V3 family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla._checks import check_tensor
+from mla.errors import WeightsError
+from mla.metadata.dims import MLADims, RopeSpec, YarnSpec
+from mla.weights import MLAWeights
+
+__all__ = ["dequantize_block_fp8", "dims_from_config", "load_weights", "weights_from_state_dict"]
+
+FP8_BLOCK = 128
+# transformers and DeepSeek's own code build the norms inside attention with this epsilon, whatever the config says.
+ATTENTION_NORM_EPS = 1e-6
+_INTERLEAVED_ALWAYS = ("deepseek_v2",)
+
+
+def dims_from_config(config: Mapping[str, Any] | Any) -> MLADims:
+    """Dimensions from a model config (``config.json`` as a dict, or a transformers config object).
+
+    Parameters
+    ----------
+    config : mapping or object with ``to_dict``
+        Of a DeepSeek-V2, DeepSeek-V3 or Kimi-K2 model. RoPE numbers may stand in ``rope_parameters`` or in ``rope_scaling`` and
+        ``rope_theta``.
+
+    Raises
+    ------
+    WeightsError
+        A missing entry or an unknown kind of RoPE scaling.
+    DimsError
+        Numbers that cannot be.
+    """
+    values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+
+    def need(name: str) -> Any:
+        if values.get(name) is None:
+            raise WeightsError(f"config: expected an entry {name}, got {sorted(values)}")
+        return values[name]
+
+    rope_dim = need("qk_rope_head_dim")
+    interleaved = bool(values.get("rope_interleave", True)) or values.get("model_type") in _INTERLEAVED_ALWAYS
+    return MLADims(
+        num_heads=need("num_attention_heads"),
+        kv_lora_rank=need("kv_lora_rank"),
+        qk_nope_head_dim=need("qk_nope_head_dim"),
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=need("v_head_dim"),
+        q_lora_rank=values.get("q_lora_rank"),
+        rms_norm_eps=ATTENTION_NORM_EPS,
+        rope=_rope_from_config(values, rope_dim, interleaved),
+    )
+
+
+def _rope_from_config(values: Mapping[str, Any], dim: int, interleaved: bool) -> RopeSpec:
+    scaling = dict(values.get("rope_scaling") or {}) | dict(values.get("rope_parameters") or {})
+    theta = float(scaling.get("rope_theta", values.get("rope_theta") or 10000.0))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return RopeSpec(dim=dim, interleaved=interleaved, theta=theta)
+    if kind not in ("yarn", "deepseek_yarn"):
+        raise WeightsError(f"rope_type: expected default or yarn, got {kind!r}")
+    names = ("factor", "original_max_position_embeddings")
+    for name in names:
+        if scaling.get(name) is None:
+            raise WeightsError(f"rope_parameters: expected an entry {name} for yarn, got {sorted(scaling)}")
+    if scaling.get("truncate", True) is not True:
+        raise WeightsError(f"truncate: expected True, got {scaling['truncate']!r}")
+    options = {n: float(scaling[n]) for n in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim") if scaling.get(n) is not None}
+    yarn = YarnSpec(
+        factor=float(scaling["factor"]),
+        original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
+        **options,
+    )
+    return RopeSpec(dim=dim, interleaved=interleaved, theta=theta, yarn=yarn)
+
+
+def dequantize_block_fp8(weight: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    """Weights of DeepSeek-V3's fp8 checkpoints: each 128 x 128 block times its scale, exactly, in float32.
+
+    Parameters
+    ----------
+    weight : torch.Tensor of shape (out_features, in_features), float8_e4m3fn
+        Quantised weight; the last blocks may be ragged.
+    scale_inv : torch.Tensor of shape (row_blocks, column_blocks), float32
+        ``ceil(out_features / 128)`` by ``ceil(in_features / 128)`` factors.
+
+    Returns
+    -------
+    torch.Tensor of shape (out_features, in_features), float32
+        The weight.
+
+    Raises
+    ------
+    WeightsError
+        Another dtype, or scales for another block size.
+
+    References
+    ----------
+    DeepSeek-V3, ``inference/kernel.py``, ``weight_dequant``.
+    """
+    check_tensor("weight", weight, "(out_features, in_features)", torch.float8_e4m3fn, error=WeightsError)
+    blocks = tuple(-(-n // FP8_BLOCK) for n in weight.shape)
+    check_tensor("scale_inv", scale_inv, "(row_blocks, column_blocks)", torch.float32, device=weight.device,
+                 bound={"row_blocks": blocks[0], "column_blocks": blocks[1]}, error=WeightsError)
+    scales = scale_inv.repeat_interleave(FP8_BLOCK, 0)[: weight.shape[0]]
+    return weight.to(torch.float32) * scales.repeat_interleave(FP8_BLOCK, 1)[:, : weight.shape[1]]
+
+
+_NAMES = {
+    "q_proj": "q_proj.weight",
+    "q_a_proj": "q_a_proj.weight",
+    "q_a_layernorm": "q_a_layernorm.weight",
+    "q_b_proj": "q_b_proj.weight",
+    "kv_a_proj_with_mqa": "kv_a_proj_with_mqa.weight",
+    "kv_a_layernorm": "kv_a_layernorm.weight",
+    "kv_b_proj": "kv_b_proj.weight",
+    "o_proj": "o_proj.weight",
+    "q_a_proj_bias": "q_a_proj.bias",
+    "kv_a_proj_with_mqa_bias": "kv_a_proj_with_mqa.bias",
+    "o_proj_bias": "o_proj.bias",
+}
+_OPTIONAL = ("q_a_proj_bias", "kv_a_proj_with_mqa_bias", "o_proj_bias")
+
+
+def _wanted(dims: MLADims) -> dict[str, str]:
+    """Checkpoint names of the weights of a layer, by field."""
+    left_out = ("q_a_proj", "q_a_layernorm", "q_b_proj", "q_a_proj_bias") if dims.q_lora_rank is None else ("q_proj",)
+    return {field: name for field, name in _NAMES.items() if field not in left_out}
+
+
+def layer_prefix(layer: int) -> str:
+    """Where a checkpoint keeps the attention of a layer."""
+    return f"model.layers.{layer}.self_attn."
+
+
+def weights_from_state_dict(
+    state_dict: Mapping[str, torch.Tensor],
+    dims: MLADims,
+    *,
+    prefix: str = "",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> MLAWeights:
+    """One layer's weights from a state dict; fp8 weights are dequantised exactly.
+
+    Parameters
+    ----------
+    state_dict : mapping of str to torch.Tensor
+        Of a model or of an attention module. An fp8 weight ``X.weight`` comes with ``X.weight_scale_inv``.
+    dims : MLADims
+        From `dims_from_config`.
+    prefix : str
+        What precedes ``kv_b_proj.weight`` in the names, such as ``"model.layers.3.self_attn."``.
+    dtype : torch.dtype or None
+        Of the result; None keeps the checkpoint's (float32 for fp8).
+    device : torch.device or str or None
+        Of the result; None keeps the checkpoint's.
+
+    Raises
+    ------
+    WeightsError
+        Missing or unexpected tensors below the prefix, or wrong shapes.
+    """
+    found: dict[str, torch.Tensor] = {}
+    used = set()
+    for field, name in _wanted(dims).items():
+        weight = state_dict.get(prefix + name)
+        if weight is None:
+            if field in _OPTIONAL:
+                continue
+            raise WeightsError(f"{prefix + name}: expected a tensor in the state dict, got none")
+        used.add(prefix + name)
+        if weight.dtype == torch.float8_e4m3fn:
+            scale_name = f"{prefix + name}_scale_inv"
+            scale = state_dict.get(scale_name)
+            if scale is None:
+                raise WeightsError(f"{scale_name}: expected the scales of an fp8 weight, got none")
+            used.add(scale_name)
+            weight = dequantize_block_fp8(weight, scale)
+        found[field] = weight.detach().to(device=device, dtype=dtype)
+    ignored = ("rotary_emb.inv_freq",)
+    extra = [name for name in state_dict if name.startswith(prefix) and name not in used and not name.endswith(ignored)]
+    if prefix and extra:
+        raise WeightsError(f"state_dict: expected only MLA weights below {prefix!r}, got {sorted(extra)}")
+    return MLAWeights(dims=dims, **found)
+
+
+def load_weights(
+    folder: str | Path, layer: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> MLAWeights:
+    """One layer's weights from a checkpoint folder (``config.json`` and safetensors files), reading only what it needs.
+
+    Needs the package ``safetensors`` (extra ``hf``).
+
+    Parameters
+    ----------
+    folder : str or pathlib.Path
+        As written by ``save_pretrained`` or downloaded.
+    layer : int
+        Index of the layer.
+    dtype, device
+        As in `weights_from_state_dict`.
+
+    Raises
+    ------
+    WeightsError
+        Missing files or tensors, or wrong shapes.
+    """
+    from safetensors import safe_open
+
+    root = Path(folder)
+    config = _read_json(root / "config.json")
+    dims = dims_from_config(config)
+    prefix = layer_prefix(layer)
+    index = root / "model.safetensors.index.json"
+    if index.is_file():
+        files: dict[str, str] = _read_json(index)["weight_map"]
+    else:
+        single = root / "model.safetensors"
+        if not single.is_file():
+            raise WeightsError(f"folder: expected model.safetensors or {index.name} in {root}, got neither")
+        with safe_open(single, framework="pt") as tensors:
+            files = dict.fromkeys(tensors.keys(), single.name)
+    names = [name for name in files if name.startswith(prefix)]
+    if not names:
+        raise WeightsError(f"layer: expected a layer of the checkpoint, got {layer}: no tensor named {prefix}*")
+    state: dict[str, torch.Tensor] = {}
+    for file in sorted({files[name] for name in names}):
+        with safe_open(root / file, framework="pt") as tensors:
+            state.update({name: tensors.get_tensor(name) for name in names if files[name] == file})
+    return weights_from_state_dict(state, dims, prefix=prefix, dtype=dtype, device=device)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise WeightsError(f"folder: expected a file {path.name} in {path.parent}, got none")
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content

@@ -1,0 +1,372 @@
+"""Immutable metadata of one step: where each token's row lies in the cache and what it may see.
+
+Records check shape, dtype and device when they are made and never read a value; `mla.metadata.validate_metadata_values`
+reads values on request. Nothing downstream writes to a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import attrs
+import torch
+
+from mla._checks import check_int, check_record, check_tensor, tensor
+from mla.errors import MetadataError
+
+__all__ = ["ContextChunk", "DecodeMetadata", "MLAMetadata", "PagedKV", "PrefillMetadata"]
+
+Record = TypeVar("Record", bound="_Record")
+
+
+def _map_tensors(record: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(record, torch.Tensor):
+        return function(record)
+    if isinstance(record, tuple):
+        return tuple(_map_tensors(item, function) for item in record)
+    if isinstance(record, _Record):
+        changed = {f.name: _map_tensors(getattr(record, f.name), function) for f in attrs.fields(type(record)) if f.init}
+        return type(record)(**changed)
+    return record
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Record:
+    def to(self: Record, device: torch.device | str, *, non_blocking: bool = False) -> Record:
+        """The same record with every tensor on `device`."""
+        moved: Record = _map_tensors(self, lambda t: t.to(device, non_blocking=non_blocking))
+        return moved
+
+    def pin_memory(self: Record) -> Record:
+        """The same record with every tensor in page-locked host memory."""
+        pinned: Record = _map_tensors(self, lambda t: t.pin_memory())
+        return pinned
+
+    def _check_counts(self, *names: str) -> None:
+        for name in names:
+            check_int(name, getattr(self, name), low=0, error=MetadataError)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PagedKV(_Record):
+    """The block table in CSR form at a page size of its own, as AITER and FlashInfer take it.
+
+    Parameters
+    ----------
+    page_size : int
+        Tokens per page; the cache is seen as pages of this size.
+    paged_kv_indptr : torch.Tensor of shape (num_seqs + 1,), int32
+        Cumulative number of pages in use, from 0; padded sequences repeat the last value.
+    paged_kv_indices : torch.Tensor of shape (num_pages,), int32
+        Page numbers, sequence after sequence, cut at ``ceil(seq_len / page_size)``.
+    paged_kv_last_page_lens : torch.Tensor of shape (num_seqs,), int32
+        Tokens in the last page of each sequence, 0 for an empty one.
+
+    Raises
+    ------
+    MetadataError
+        A wrong shape, dtype or device, or a page size below 1.
+    """
+
+    page_size: int
+    paged_kv_indptr: torch.Tensor = attrs.field(metadata=tensor("(num_seqs + 1,)", torch.int32))
+    paged_kv_indices: torch.Tensor = attrs.field(metadata=tensor("(num_pages,)", torch.int32))
+    paged_kv_last_page_lens: torch.Tensor = attrs.field(metadata=tensor("(num_seqs,)", torch.int32))
+
+    def __attrs_post_init__(self) -> None:
+        check_int("page_size", self.page_size, low=1, error=MetadataError)
+        check_record(self, MetadataError)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ContextChunk(_Record):
+    """One pass over the context: pieces of consecutive prompts that are gathered and attended together.
+
+    A prompt without a piece in this pass keeps a row with no keys.
+
+    Parameters
+    ----------
+    first_seq, num_seqs : int
+        The prompts of this pass are ``first_seq .. first_seq + num_seqs`` of the prefill part.
+    first_token, num_query_tokens : int
+        Their new tokens are ``first_token .. first_token + num_query_tokens`` of the prefill part.
+    query_start_loc : torch.Tensor of shape (num_seqs + 1,), int32
+        Cumulative new tokens of these prompts, from 0.
+    kv_start_loc : torch.Tensor of shape (num_seqs + 1,), int32
+        Cumulative keys of the pieces, from 0.
+    starts : torch.Tensor of shape (num_seqs,), int32
+        Position in its sequence of each piece's first key.
+    slots : torch.Tensor of shape (num_kv_tokens,), int64
+        Cache slot of each key, piece after piece.
+    max_query_len, max_kv_len : int
+        Longest row of each kind.
+
+    Raises
+    ------
+    MetadataError
+        A wrong shape, dtype or device, or a negative count.
+    """
+
+    first_seq: int
+    num_seqs: int
+    first_token: int
+    num_query_tokens: int
+    query_start_loc: torch.Tensor = attrs.field(metadata=tensor("(num_seqs + 1,)", torch.int32))
+    kv_start_loc: torch.Tensor = attrs.field(metadata=tensor("(num_seqs + 1,)", torch.int32))
+    starts: torch.Tensor = attrs.field(metadata=tensor("(num_seqs,)", torch.int32))
+    slots: torch.Tensor = attrs.field(metadata=tensor("(num_kv_tokens,)", torch.int64))
+    max_query_len: int
+    max_kv_len: int
+
+    def __attrs_post_init__(self) -> None:
+        self._check_counts("first_seq", "num_seqs", "first_token", "num_query_tokens", "max_query_len", "max_kv_len")
+        check_record(self, MetadataError, num_seqs=self.num_seqs)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Keys gathered in this pass."""
+        return self.slots.shape[0]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Part(_Record):
+    query_start_loc: torch.Tensor = attrs.field(metadata=tensor("(num_seqs + 1,)", torch.int32))
+    seq_start_loc: torch.Tensor = attrs.field(metadata=tensor("(num_seqs + 1,)", torch.int32))
+    seq_lens: torch.Tensor = attrs.field(metadata=tensor("(num_seqs,)", torch.int32))
+    context_lens: torch.Tensor = attrs.field(metadata=tensor("(num_seqs,)", torch.int32))
+    slot_mapping: torch.Tensor = attrs.field(metadata=tensor("(num_tokens,)", torch.int64))
+    positions: torch.Tensor = attrs.field(metadata=tensor("(num_tokens,)", torch.int64))
+    block_size: int
+    max_query_len: int
+    max_seq_len: int
+    min_num_blocks: int
+    paged_kv: tuple[PagedKV, ...] = ()
+
+    def _check_part(self) -> None:
+        check_int("block_size", self.block_size, low=1, error=MetadataError)
+        self._check_counts("max_query_len", "max_seq_len", "min_num_blocks")
+        bound = check_record(self, MetadataError)
+        sizes = [paged.page_size for paged in self.paged_kv]
+        if len(set(sizes)) != len(sizes):
+            raise MetadataError(f"paged_kv: expected one entry per page size, got page sizes {sizes}")
+        for paged in self.paged_kv:
+            field = f"paged_kv_last_page_lens (page_size {paged.page_size})"
+            check_tensor(field, paged.paged_kv_last_page_lens, "(num_seqs,)", device=self.seq_lens.device, bound=bound,
+                         error=MetadataError)
+
+    @property
+    def num_seqs(self) -> int:
+        """Rows of the block table, padded ones included."""
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens, padded ones included."""
+        return self.slot_mapping.shape[0]
+
+    def paged_kv_of(self, page_size: int) -> PagedKV:
+        """The `PagedKV` of this page size.
+
+        Raises
+        ------
+        MetadataError
+            It was not asked for when the metadata was built.
+        """
+        for paged in self.paged_kv:
+            if paged.page_size == page_size:
+                return paged
+        have = [paged.page_size for paged in self.paged_kv]
+        raise MetadataError(
+            f"paged_kv: expected page size {page_size}, got {have}; build with page_sizes=({page_size},)"
+        )
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PrefillMetadata(_Part):
+    """The prompts of a batch.
+
+    Parameters
+    ----------
+    query_start_loc : torch.Tensor of shape (num_seqs + 1,), int32
+        Cumulative new tokens, from 0.
+    seq_start_loc : torch.Tensor of shape (num_seqs + 1,), int32
+        Cumulative sequence lengths (context and new tokens), from 0.
+    seq_lens : torch.Tensor of shape (num_seqs,), int32
+        Context plus new tokens.
+    context_lens : torch.Tensor of shape (num_seqs,), int32
+        Tokens already in the cache.
+    slot_mapping : torch.Tensor of shape (num_tokens,), int64
+        Cache slot of each new token, ``block * block_size + offset``; -1 is not written.
+    positions : torch.Tensor of shape (num_tokens,), int64
+        Position of each new token in its sequence, from 0.
+    block_size : int
+        Tokens per block of the cache.
+    max_query_len, max_seq_len : int
+        Longest row of each kind.
+    min_num_blocks : int
+        Largest block id plus 1: the cache holds at least so many blocks.
+    paged_kv : tuple of PagedKV
+        The table at the page sizes that were asked for.
+    block_table : torch.Tensor of shape (num_seqs, max_blocks_per_seq), int32
+        Blocks of each sequence, 0-padded; None on a profile run.
+    context_chunks : tuple of ContextChunk
+        The passes over the context, in order; empty where no prompt has context.
+    max_context_chunk_tokens : int
+        Rows that a workspace must hold: the largest pass.
+
+    Raises
+    ------
+    MetadataError
+        A wrong shape, dtype or device, or a negative count.
+    """
+
+    block_table: torch.Tensor | None = attrs.field(
+        default=None, metadata={**tensor("(num_seqs, max_blocks_per_seq)", torch.int32), "optional": True}
+    )
+    context_chunks: tuple[ContextChunk, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        self._check_part()
+        if self.block_table is None and (self.context_chunks or self.paged_kv):
+            raise MetadataError("block_table: expected a table for context_chunks and paged_kv, got None")
+        for i, chunk in enumerate(self.context_chunks):
+            past_seqs, past_tokens = chunk.first_seq + chunk.num_seqs, chunk.first_token + chunk.num_query_tokens
+            if past_seqs > self.num_seqs or past_tokens > self.num_tokens:
+                raise MetadataError(
+                    f"context_chunks: expected chunk {i} within {self.num_seqs} prompts and {self.num_tokens} tokens, "
+                    f"got {past_seqs} and {past_tokens}"
+                )
+
+    @property
+    def max_context_chunk_tokens(self) -> int:
+        """Rows that a workspace must hold: the largest pass."""
+        return max((chunk.num_kv_tokens for chunk in self.context_chunks), default=0)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class DecodeMetadata(_Part):
+    """The decoding sequences of a batch, each with one or more new tokens.
+
+    Parameters
+    ----------
+    query_start_loc : torch.Tensor of shape (num_seqs + 1,), int32
+        Cumulative new tokens, from 0; padded sequences repeat the last value.
+    seq_start_loc : torch.Tensor of shape (num_seqs + 1,), int32
+        Cumulative sequence lengths, from 0; padded sequences repeat the last value.
+    seq_lens : torch.Tensor of shape (num_seqs,), int32
+        Keys of each sequence, the new tokens included; 0 for a padded one.
+    context_lens : torch.Tensor of shape (num_seqs,), int32
+        Tokens that were in the cache before this step.
+    slot_mapping : torch.Tensor of shape (num_tokens,), int64
+        Cache slot of each new token; -1 is not written.
+    positions : torch.Tensor of shape (num_tokens,), int64
+        Position of each new token in its sequence, from 0; 0 for a padded one.
+    block_size : int
+        Tokens per block of the cache.
+    max_query_len, max_seq_len : int
+        Longest row of each kind.
+    min_num_blocks : int
+        Largest block id plus 1: the cache holds at least so many blocks.
+    paged_kv : tuple of PagedKV
+        The table at the page sizes that were asked for.
+    block_table : torch.Tensor of shape (num_seqs, max_blocks_per_seq), int32
+        Blocks of each sequence, look-ahead included, 0-padded.
+    steps_left : int
+        Tokens that every real sequence can still take in the blocks given.
+
+    Raises
+    ------
+    MetadataError
+        A wrong shape, dtype or device, or a negative count.
+    """
+
+    block_table: torch.Tensor = attrs.field(metadata=tensor("(num_seqs, max_blocks_per_seq)", torch.int32))
+    steps_left: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        self._check_part()
+        self._check_counts("steps_left")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class MLAMetadata(_Record):
+    """Metadata of one step: the prompts come first, then the decoding sequences.
+
+    Parameters
+    ----------
+    slot_mapping : torch.Tensor of shape (num_tokens,), int64
+        Cache slot of each new token of the batch; -1 is not written.
+    positions : torch.Tensor of shape (num_tokens,), int64
+        Position of each new token in its sequence.
+    block_size : int
+        Tokens per block of the cache.
+    prefill : PrefillMetadata or None
+        The first ``num_prefill_tokens`` tokens.
+    decode : DecodeMetadata or None
+        The remaining ``num_decode_tokens`` tokens.
+    is_profile_run : bool
+        True where the sequences have no blocks: nothing is read from or written to a cache.
+    multi_modal_placeholder_maps : tuple of (mapping or None)
+        As passed with each sequence group, in their order.
+
+    Raises
+    ------
+    MetadataError
+        Parts that do not add up to the whole.
+    """
+
+    slot_mapping: torch.Tensor = attrs.field(metadata=tensor("(num_tokens,)", torch.int64))
+    positions: torch.Tensor = attrs.field(metadata=tensor("(num_tokens,)", torch.int64))
+    block_size: int
+    prefill: PrefillMetadata | None = None
+    decode: DecodeMetadata | None = None
+    is_profile_run: bool = False
+    multi_modal_placeholder_maps: tuple[Mapping[str, Any] | None, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        check_int("block_size", self.block_size, low=1, error=MetadataError)
+        total = check_record(self, MetadataError)["num_tokens"]
+        if self.prefill is None and self.decode is None:
+            raise MetadataError("prefill, decode: expected at least one part, got None for both")
+        for name, part in (("prefill", self.prefill), ("decode", self.decode)):
+            if part is None:
+                continue
+            if part.block_size != self.block_size:
+                raise MetadataError(f"{name}.block_size: expected {self.block_size}, got {part.block_size}")
+            if part.seq_lens.device != self.positions.device:
+                raise MetadataError(f"{name}: expected device {self.positions.device}, got {part.seq_lens.device}")
+        if self.num_prefill_tokens + self.num_decode_tokens != total:
+            raise MetadataError(
+                f"slot_mapping: expected {self.num_prefill_tokens} prefill + {self.num_decode_tokens} decode tokens, got {total}"
+            )
+
+    @property
+    def num_prefills(self) -> int:
+        """Prompts in the batch."""
+        return 0 if self.prefill is None else self.prefill.num_seqs
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """New tokens of the prompts."""
+        return 0 if self.prefill is None else self.prefill.num_tokens
+
+    @property
+    def num_decodes(self) -> int:
+        """Decoding sequences, padded ones included."""
+        return 0 if self.decode is None else self.decode.num_seqs
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """New tokens of the decoding sequences, padded ones included."""
+        return 0 if self.decode is None else self.decode.num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of the batch, padded ones included."""
+        return self.slot_mapping.shape[0]
+
+    @property
+    def min_num_blocks(self) -> int:
+        """Blocks that the cache must hold."""
+        return max((part.min_num_blocks for part in (self.prefill, self.decode) if part is not None), default=0)
