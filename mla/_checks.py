@@ -17,7 +17,16 @@ import torch
 
 from mla.errors import MLAError
 
-__all__ = ["TensorSpec", "check_choice", "check_int", "check_positive_float", "check_record", "check_tensor", "dtype_name", "tensor"]
+__all__ = [
+    "TensorSpec",
+    "check_choice",
+    "check_int",
+    "check_positive_float",
+    "check_record",
+    "check_tensor",
+    "dtype_name",
+    "tensor",
+]
 
 _NEW_NAME = re.compile(r"(?P<name>[a-z_0-9]*[a-z_][a-z_0-9]*)(?:\s*\+\s*(?P<plus>\d+))?\Z")
 

@@ -99,17 +99,31 @@ def attend(
     KernelError, CacheError
         Arguments that do not fit each other or the kernel set; the cache is unchanged then.
     """
-    sizes = {"num_tokens": metadata.num_tokens, "num_heads": dims.num_heads, "qk_head_dim": dims.qk_head_dim,
-             "kv_lora_rank": dims.kv_lora_rank, "qk_rope_head_dim": dims.qk_rope_head_dim,
-             "qk_nope_head_dim": dims.qk_nope_head_dim, "v_head_dim": dims.v_head_dim, "latent_dim": dims.latent_dim}
+    sizes = {
+        "num_tokens": metadata.num_tokens,
+        "num_heads": dims.num_heads,
+        "qk_head_dim": dims.qk_head_dim,
+        "kv_lora_rank": dims.kv_lora_rank,
+        "qk_rope_head_dim": dims.qk_rope_head_dim,
+        "qk_nope_head_dim": dims.qk_nope_head_dim,
+        "v_head_dim": dims.v_head_dim,
+        "latent_dim": dims.latent_dim,
+    }
     for name, value, shape in (
         ("q", q, "(num_tokens, num_heads, qk_head_dim)"),
         ("kv_c_normed", kv_c_normed, "(num_tokens, kv_lora_rank)"),
         ("k_pe", k_pe, "(num_tokens, qk_rope_head_dim)"),
         ("kv_b_proj", kv_b_proj, "(num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank)"),
     ):
-        check_tensor(name, value, shape, q.dtype if isinstance(q, torch.Tensor) else None, bound=dict(sizes),
-                     device=metadata.positions.device, error=KernelError)
+        check_tensor(
+            name,
+            value,
+            shape,
+            q.dtype if isinstance(q, torch.Tensor) else None,
+            bound=dict(sizes),
+            device=metadata.positions.device,
+            error=KernelError,
+        )
     split = metadata.num_prefill_tokens
     for part, rows in ((metadata.prefill, q[:split]), (metadata.decode, q[split:])):
         if part is not None:
@@ -124,8 +138,17 @@ def attend(
     parts = []
     if metadata.prefill is not None:
         parts.append(
-            prefill(q[:split], kv_c_normed[:split], k_pe[:split], latent_cache, metadata.prefill, kv_b_proj=kv_b_proj,
-                    dims=dims, kernels=kernels, workspace=workspace)
+            prefill(
+                q[:split],
+                kv_c_normed[:split],
+                k_pe[:split],
+                latent_cache,
+                metadata.prefill,
+                kv_b_proj=kv_b_proj,
+                dims=dims,
+                kernels=kernels,
+                workspace=workspace,
+            )
         )
     if metadata.decode is not None and latent_cache is not None:
         parts.append(
@@ -185,9 +208,15 @@ def mla_attention(
     DeepSeek-AI, "DeepSeek-V2", section 2.1 and appendix C.
     """
     dims = weights.dims
-    check_tensor("hidden_states", hidden_states, "(num_tokens, hidden_size)", weights.dtype,
-                 bound={"num_tokens": metadata.num_tokens, "hidden_size": weights.hidden_size},
-                 device=metadata.positions.device, error=KernelError)
+    check_tensor(
+        "hidden_states",
+        hidden_states,
+        "(num_tokens, hidden_size)",
+        weights.dtype,
+        bound={"num_tokens": metadata.num_tokens, "hidden_size": weights.hidden_size},
+        device=metadata.positions.device,
+        error=KernelError,
+    )
     if (rope_table.interleaved, 2 * rope_table.cos.shape[1]) != (dims.rope.interleaved, dims.rope.dim):
         raise KernelError(
             f"rope_table: expected interleaved={dims.rope.interleaved} and dim {dims.rope.dim}, "

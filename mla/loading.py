@@ -73,7 +73,9 @@ def _rope_from_config(values: Mapping[str, Any], dim: int, interleaved: bool) ->
             raise WeightsError(f"rope_parameters: expected an entry {name} for yarn, got {sorted(scaling)}")
     if scaling.get("truncate", True) is not True:
         raise WeightsError(f"truncate: expected True, got {scaling['truncate']!r}")
-    options = {n: float(scaling[n]) for n in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim") if scaling.get(n) is not None}
+    options = {
+        n: float(scaling[n]) for n in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim") if scaling.get(n) is not None
+    }
     yarn = YarnSpec(
         factor=float(scaling["factor"]),
         original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
@@ -108,8 +110,15 @@ def dequantize_block_fp8(weight: torch.Tensor, scale_inv: torch.Tensor) -> torch
     """
     check_tensor("weight", weight, "(out_features, in_features)", torch.float8_e4m3fn, error=WeightsError)
     blocks = tuple(-(-n // FP8_BLOCK) for n in weight.shape)
-    check_tensor("scale_inv", scale_inv, "(row_blocks, column_blocks)", torch.float32, device=weight.device,
-                 bound={"row_blocks": blocks[0], "column_blocks": blocks[1]}, error=WeightsError)
+    check_tensor(
+        "scale_inv",
+        scale_inv,
+        "(row_blocks, column_blocks)",
+        torch.float32,
+        device=weight.device,
+        bound={"row_blocks": blocks[0], "column_blocks": blocks[1]},
+        error=WeightsError,
+    )
     scales = scale_inv.repeat_interleave(FP8_BLOCK, 0)[: weight.shape[0]]
     return weight.to(torch.float32) * scales.repeat_interleave(FP8_BLOCK, 1)[:, : weight.shape[1]]
 

@@ -76,16 +76,23 @@ class MLAWeights:
         if not isinstance(self.dims, MLADims):
             raise WeightsError(f"dims: expected MLADims, got {type(self.dims).__name__}")
         compressed = self.dims.q_lora_rank is not None
-        for name, wanted in (("q_proj", not compressed), ("q_a_proj", compressed), ("q_a_layernorm", compressed),
-                             ("q_b_proj", compressed)):
+        for name, wanted in (
+            ("q_proj", not compressed),
+            ("q_a_proj", compressed),
+            ("q_a_layernorm", compressed),
+            ("q_b_proj", compressed),
+        ):
             if (getattr(self, name) is not None) != wanted:
                 state = "a tensor" if wanted else "None"
-                raise WeightsError(f"{name}: expected {state} with q_lora_rank {self.dims.q_lora_rank}, got "
-                                   f"{'None' if wanted else 'a tensor'}")
+                raise WeightsError(
+                    f"{name}: expected {state} with q_lora_rank {self.dims.q_lora_rank}, got {'None' if wanted else 'a tensor'}"
+                )
         if self.q_a_proj_bias is not None and not compressed:
             raise WeightsError("q_a_proj_bias: expected None with q_lora_rank None, got a tensor")
-        sizes = {name: getattr(self.dims, name) for name in (
-            "num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "qk_head_dim", "latent_dim")}
+        sizes = {
+            name: getattr(self.dims, name)
+            for name in ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "qk_head_dim", "latent_dim")
+        }
         if self.dims.q_lora_rank is not None:
             sizes["q_lora_rank"] = self.dims.q_lora_rank
         check_record(self, WeightsError, **sizes)
@@ -112,7 +119,8 @@ class MLAWeights:
         return self._map(lambda weight: weight.to(device=device, dtype=dtype))
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MLAWeights:
-        return attrs.evolve(self, **{name: function(value) for name, value in self._tensors().items()})
+        changed: dict[str, Any] = {name: function(value) for name, value in self._tensors().items()}
+        return attrs.evolve(self, **changed)
 
     def shard(self, rank: int, world_size: int) -> MLAWeights:
         """The heads of one tensor-parallel rank; the outputs of all ranks add up to the whole layer's.
@@ -141,7 +149,8 @@ class MLAWeights:
         heads = self.dims.num_heads // world_size
 
         def rows(weight: torch.Tensor) -> torch.Tensor:
-            return weight.unflatten(0, (world_size, -1))[rank]
+            part: torch.Tensor = weight.unflatten(0, (world_size, -1))[rank]
+            return part
 
         q_name = "q_proj" if self.dims.q_lora_rank is None else "q_b_proj"
         return attrs.evolve(

@@ -159,9 +159,7 @@ class BlockPool:
         reused = len(known) * self.block_size
         wanted = -(-(len(tokens) + lookahead) // self.block_size) - len(known)
         pool, fresh = self._hold(known)._take(wanted)
-        sequence = SequenceBlocks(
-            token_ids=tokens, block_ids=(*known, *fresh), num_computed=reused, num_reused=reused
-        )
+        sequence = SequenceBlocks(token_ids=tokens, block_ids=(*known, *fresh), num_computed=reused, num_reused=reused)
         return attrs.evolve(pool, sequences={**pool.sequences, seq_id: sequence})
 
     def append(
@@ -194,9 +192,7 @@ class BlockPool:
         pool = pool._release([source for source, _ in copies])
         for k, i in enumerate(shared):
             blocks[i] = fresh[k]
-        grown = attrs.evolve(
-            sequence, token_ids=sequence.token_ids + tokens, block_ids=(*blocks, *fresh[len(shared) :])
-        )
+        grown = attrs.evolve(sequence, token_ids=sequence.token_ids + tokens, block_ids=(*blocks, *fresh[len(shared) :]))
         return attrs.evolve(pool, sequences={**pool.sequences, seq_id: grown}), copies
 
     def mark_computed(self, seq_id: Hashable, num_tokens: int | None = None) -> BlockPool:
@@ -254,9 +250,7 @@ class BlockPool:
         return attrs.evolve(pool, sequences={key: value for key, value in pool.sequences.items() if key != seq_id})
 
     def _tokens(self, token_ids: Iterable[int]) -> tuple[int, ...]:
-        return tuple(
-            check_int(f"token_ids[{i}]", t, low=0, high=2**63 - 1, error=CacheError) for i, t in enumerate(token_ids)
-        )
+        return tuple(check_int(f"token_ids[{i}]", t, low=0, high=2**63 - 1, error=CacheError) for i, t in enumerate(token_ids))
 
     def _block_tokens(self, sequence: SequenceBlocks, i: int) -> tuple[int, ...]:
         return sequence.token_ids[i * self.block_size : (i + 1) * self.block_size]

@@ -17,9 +17,7 @@ from mla.errors import CacheError
 __all__ = ["copy_blocks_", "gather_latent_cache", "swap_blocks_", "write_latent_cache_"]
 
 
-def write_latent_cache_(
-    latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
+def write_latent_cache_(latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Store the latent rows of new tokens.
 
     Parameters
@@ -114,8 +112,9 @@ def gather_latent_cache(latent_cache: torch.Tensor, slots: torch.Tensor, *, out:
     check_latent_cache("latent_cache", latent_cache)
     device = latent_cache.device
     check_tensor("slots", slots, "(num_kv_tokens,)", torch.int64, device=device, error=CacheError)
-    check_tensor("out", out, "(num_rows, latent_dim)", device=device, bound={"latent_dim": latent_cache.shape[2]},
-                 error=CacheError)
+    check_tensor(
+        "out", out, "(num_rows, latent_dim)", device=device, bound={"latent_dim": latent_cache.shape[2]}, error=CacheError
+    )
     num_rows, num_slots = slots.shape[0], latent_cache.shape[0] * latent_cache.shape[1]
     if out.shape[0] < num_rows:
         raise CacheError(f"out: expected at least {num_rows} rows, got {out.shape[0]}")

@@ -78,9 +78,7 @@ class LatentCacheSpec:
         return num_bytes // (self.bytes_per_block * num_layers)
 
 
-def allocate_latent_cache(
-    spec: LatentCacheSpec, num_blocks: int, *, device: torch.device | str = "cpu"
-) -> torch.Tensor:
+def allocate_latent_cache(spec: LatentCacheSpec, num_blocks: int, *, device: torch.device | str = "cpu") -> torch.Tensor:
     """A cache of zeros, shape (num_blocks, block_size, latent_dim).
 
     Raises
@@ -102,9 +100,7 @@ def check_latent_cache(field: str, latent_cache: object) -> torch.Tensor:
     if not isinstance(latent_cache, torch.Tensor):
         raise CacheError(f"{field}: expected a torch.Tensor, got {type(latent_cache).__name__}")
     if latent_cache.dim() != 3:
-        raise CacheError(
-            f"{field}: expected shape (num_blocks, block_size, latent_dim), got {tuple(latent_cache.shape)}"
-        )
+        raise CacheError(f"{field}: expected shape (num_blocks, block_size, latent_dim), got {tuple(latent_cache.shape)}")
     if latent_cache.dtype not in CACHE_DTYPES:
         raise CacheError(f"{field}: expected {', '.join(map(dtype_name, CACHE_DTYPES))}, got {latent_cache.dtype}")
     if not latent_cache.is_contiguous():

@@ -17,7 +17,10 @@ __all__ = ["check_attention_inputs", "decode", "prefill", "prefill_workspace_byt
 
 
 def check_attention_inputs(
-    q: torch.Tensor, latent_cache: torch.Tensor | None, metadata: PrefillMetadata | DecodeMetadata, dims: MLADims,
+    q: torch.Tensor,
+    latent_cache: torch.Tensor | None,
+    metadata: PrefillMetadata | DecodeMetadata,
+    dims: MLADims,
     kernels: KernelSet,
 ) -> None:
     """Refuse what `prefill` or `decode` could not run, without reading a value.
@@ -41,8 +44,15 @@ def check_attention_inputs(
         Naming the argument.
     """
     bound = {"num_tokens": metadata.num_tokens, "num_heads": dims.num_heads, "qk_head_dim": dims.qk_head_dim}
-    check_tensor("q", q, "(num_tokens, num_heads, qk_head_dim)", kernels.dtypes, device=metadata.seq_lens.device, bound=bound,
-                 error=KernelError)
+    check_tensor(
+        "q",
+        q,
+        "(num_tokens, num_heads, qk_head_dim)",
+        kernels.dtypes,
+        device=metadata.seq_lens.device,
+        bound=bound,
+        error=KernelError,
+    )
     if kernels.device_types and q.device.type not in kernels.device_types:
         raise KernelError(f"q: expected device {' or '.join(kernels.device_types)} for {kernels.name}, got {q.device}")
     reason = kernels.objection(dims)
@@ -72,9 +82,7 @@ def check_attention_inputs(
             )
 
 
-def prefill_workspace_bytes(
-    dims: MLADims, *, num_query_tokens: int, context_chunk_tokens: int, dtype: torch.dtype
-) -> int:
+def prefill_workspace_bytes(dims: MLADims, *, num_query_tokens: int, context_chunk_tokens: int, dtype: torch.dtype) -> int:
     """Bytes that chunked context takes beyond inputs and outputs, whatever the length of the context.
 
     The gathered rows, the keys and values made of them, and the wide output and LSE that the passes are merged into with the
@@ -182,7 +190,7 @@ def prefill(
     out = out.to(lse.dtype)
     for chunk in metadata.context_chunks:
         gathered = kernels.gather_latent_cache(latent_cache, chunk.slots, out=rows)
-        k, v = expand_latent(*gathered.split([dims.kv_lora_rank, dims.qk_rope_head_dim], dim=1), kv_b_proj, dims)
+        k, v = expand_latent(gathered[:, : dims.kv_lora_rank], gathered[:, dims.kv_lora_rank :], kv_b_proj, dims)
         tokens = slice(chunk.first_token, chunk.first_token + chunk.num_query_tokens)
         part_out, part_lse = kernels.varlen_attention(
             q[tokens],
@@ -206,8 +214,15 @@ def _check_workspace(
     """The workspace for the context chunks, None where there are none."""
     needed = metadata.max_context_chunk_tokens
     if workspace is not None:
-        check_tensor("workspace", workspace, "(num_rows, latent_dim)", q.dtype, device=q.device,
-                     bound={"latent_dim": dims.latent_dim}, error=KernelError)
+        check_tensor(
+            "workspace",
+            workspace,
+            "(num_rows, latent_dim)",
+            q.dtype,
+            device=q.device,
+            bound={"latent_dim": dims.latent_dim},
+            error=KernelError,
+        )
         if workspace.shape[0] < needed:
             raise KernelError(f"workspace: expected at least {needed} rows, got {workspace.shape[0]}")
     if not metadata.context_chunks:

@@ -120,9 +120,7 @@ class VarlenAttention(Protocol):
 class WriteLatentCache(Protocol):
     """`mla.cache.write_latent_cache_` or a device's own."""
 
-    def __call__(
-        self, latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
+    def __call__(self, latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store the rows of new tokens; slot -1 writes nothing."""
 
 

@@ -6,6 +6,8 @@ outputs are float64.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from mla.errors import KernelError
@@ -118,7 +120,7 @@ def paged_decode(
     out = q.new_zeros(q.shape[0], q.shape[1], kv_lora_rank, dtype=torch.float64)
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float64)
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-    for seq, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
+    for seq, (first, last) in enumerate(pairwise(starts)):
         rows = _rows(latent_cache, metadata.block_table, seq, lengths[seq])[:, None].expand(-1, q.shape[1], -1)
         for t in range(first, last):
             visible = lengths[seq] - (last - 1 - t)
@@ -173,7 +175,7 @@ def latent_attention(
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float64)
     weight = kv_b_proj.double().reshape(dims.num_heads, -1, dims.kv_lora_rank)
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-    for seq, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
+    for seq, (first, last) in enumerate(pairwise(starts)):
         rows = _rows(latent_cache, metadata.block_table, seq, lengths[seq])
         expanded = torch.einsum("lc,hdc->lhd", rows[:, : dims.kv_lora_rank], weight)
         shared = rows[:, None, dims.kv_lora_rank :].expand(-1, dims.num_heads, -1)

@@ -38,8 +38,9 @@ class RopeTable:
     def __attrs_post_init__(self) -> None:
         check_record(self, KernelError)
         for name in ("cos", "sin"):
-            check_tensor(name, getattr(self, name), "(max_len, num_frequencies)", (torch.float32, torch.float64),
-                         error=KernelError)
+            check_tensor(
+                name, getattr(self, name), "(max_len, num_frequencies)", (torch.float32, torch.float64), error=KernelError
+            )
 
     @property
     def max_len(self) -> int:
@@ -77,7 +78,7 @@ def rope_frequencies(spec: RopeSpec) -> torch.Tensor:
 def rope_table(
     spec: RopeSpec, max_len: int, device: torch.device | str = "cpu", *, dtype: torch.dtype = torch.float32
 ) -> RopeTable:
-    """cos and sin for positions ``0 .. max_len - 1``; make it once and pass it to every call.
+    """Cos and sin for positions ``0 .. max_len - 1``; make it once and pass it to every call.
 
     Angles are computed in float64 and rounded once, so long positions lose nothing.
 

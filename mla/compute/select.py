@@ -15,7 +15,6 @@ from mla.metadata.records import DecodeMetadata
 __all__ = ["KERNEL_SETS", "kernel_set", "kernels_for"]
 
 
-
 def _plan_cpu(metadata: DecodeMetadata) -> object:
     return cpu.plan_decode(metadata, metadata.block_size)
 

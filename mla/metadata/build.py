@@ -7,7 +7,6 @@ from typing import Any
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from mla._checks import check_choice, check_int
@@ -25,18 +24,16 @@ from mla.metadata.indexing import (
     start_locs,
     table_slots,
 )
+from mla.metadata.packing import HostBuffer, Ticket
 from mla.metadata.records import ContextChunk, DecodeMetadata, MLAMetadata, PagedKV, PrefillMetadata
 
 __all__ = ["DEFAULT_CONTEXT_CHUNK_TOKENS", "build_metadata", "context_workspace_tokens"]
 
 DEFAULT_CONTEXT_CHUNK_TOKENS = 4096
 _POLICIES = ("fixed_positions", "equal_shares")
-_ALIGNMENT = 16  # bytes; kernels load whole vectors from the start of an index array
 
 
-def context_workspace_tokens(
-    *, max_model_len: int, max_num_seqs: int, block_size: int, limit: int = 131072
-) -> int:
+def context_workspace_tokens(*, max_model_len: int, max_num_seqs: int, block_size: int, limit: int = 131072) -> int:
     """Tokens that vLLM gives the workspace of chunked context: room for long prompts, never below a block a sequence.
 
     ``min(max(8 * max_model_len, 4 * max_num_seqs * block_size), limit)``.
@@ -55,8 +52,12 @@ def context_workspace_tokens(
     >>> context_workspace_tokens(max_model_len=8192, max_num_seqs=256, block_size=16)
     65536
     """
-    for name, value in (("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs), ("block_size", block_size),
-                        ("limit", limit)):
+    for name, value in (
+        ("max_model_len", max_model_len),
+        ("max_num_seqs", max_num_seqs),
+        ("block_size", block_size),
+        ("limit", limit),
+    ):
         check_int(name, value, low=1, error=MetadataError)
     tokens = min(max(8 * max_model_len, 4 * max_num_seqs * block_size), limit)
     if tokens < max_num_seqs * block_size:
@@ -65,44 +66,6 @@ def context_workspace_tokens(
             f"{block_size}), got {limit}"
         )
     return tokens
-
-
-class _Buffer:
-    """Collects numpy arrays, moves them to the device in one copy, and hands out views of it.
-
-    On the CPU nothing moves: the arrays themselves become tensors.
-    """
-
-    def __init__(self) -> None:
-        self._arrays: list[npt.NDArray[Any]] = []
-        self._end = 0
-        self._moved: torch.Tensor | None = None
-
-    def add(self, array: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
-        """Reserve a place; `take` turns the returned ticket into a tensor."""
-        ticket = (self._end, array)
-        self._arrays.append(array)
-        self._end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return ticket
-
-    def move(self, device: torch.device) -> None:
-        """One host-to-device copy of everything that was added."""
-        if device.type == "cpu":
-            return
-        host = np.empty(self._end, np.uint8)
-        end = 0
-        for array in self._arrays:
-            host[end : end + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
-            end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._moved = torch.from_numpy(host).to(device)
-
-    def take(self, ticket: tuple[int, npt.NDArray[Any]]) -> torch.Tensor:
-        """The tensor of one `add`."""
-        start, array = ticket
-        if self._moved is None:
-            return torch.from_numpy(array)
-        dtype = torch.int64 if array.dtype == np.int64 else torch.int32
-        return self._moved[start : start + array.nbytes].view(dtype).view(array.shape)
 
 
 @attrs.frozen(eq=False)
@@ -202,7 +165,7 @@ def build_metadata(
     else:
         slots = table_slots(batch.table, batch.query_lens, batch.context_lens, block_size)
         _refuse_shared_slots(slots, batch)
-    buffer = _Buffer()
+    buffer = HostBuffer()
     slot_ticket = buffer.add(np.concatenate([slots, np.full(pad_tokens, -1, np.int64)]))
     position_ticket = buffer.add(np.concatenate([positions, np.zeros(pad_tokens, np.int64)]))
 
@@ -339,7 +302,7 @@ def _cut_context(
 class _Draft:
     """One part of the batch: its arrays are in the buffer, its tensors exist once the buffer has moved."""
 
-    def __init__(self, buffer: _Buffer, part: _Batch, rows: int, block_size: int, page_sizes: list[int]) -> None:
+    def __init__(self, buffer: HostBuffer, part: _Batch, rows: int, block_size: int, page_sizes: list[int]) -> None:
         self._buffer = buffer
         self._numbers = {
             "block_size": block_size,
@@ -348,8 +311,7 @@ class _Draft:
             "min_num_blocks": 0 if part.table is None else int(part.table.flat.max(initial=-1)) + 1,
         }
         query_lens, context_lens, seq_lens = (
-            np.concatenate([a, np.zeros(rows - len(a), np.int64)])
-            for a in (part.query_lens, part.context_lens, part.seq_lens)
+            np.concatenate([a, np.zeros(rows - len(a), np.int64)]) for a in (part.query_lens, part.context_lens, part.seq_lens)
         )
         self._tickets = {
             "query_start_loc": buffer.add(start_locs("query_lens", query_lens)),
@@ -357,7 +319,7 @@ class _Draft:
             "seq_lens": buffer.add(seq_lens.astype(np.int32)),
             "context_lens": buffer.add(context_lens.astype(np.int32)),
         }
-        self._pages: list[tuple[int, list[tuple[int, npt.NDArray[Any]]]]] = []
+        self._pages: list[tuple[int, list[Ticket]]] = []
         self.steps_left = 0
         if part.table is None:
             return
@@ -388,7 +350,7 @@ class _Draft:
 class _ChunkDraft:
     """One pass over the context, from the first to the last prompt that has a piece in it."""
 
-    def __init__(self, buffer: _Buffer, prompts: _Batch, pieces: list[Piece], block_size: int) -> None:
+    def __init__(self, buffer: HostBuffer, prompts: _Batch, pieces: list[Piece], block_size: int) -> None:
         first, last = pieces[0].seq, pieces[-1].seq + 1
         kv_lens, starts = np.zeros(last - first, np.int64), np.zeros(last - first, np.int64)
         for piece in pieces:
@@ -397,7 +359,7 @@ class _ChunkDraft:
         if prompts.table is None:
             raise MetadataError("block_ids: expected blocks for prompts with context, got None")
         self._buffer = buffer
-        self._numbers = {
+        self._numbers: dict[str, Any] = {
             "first_seq": first,
             "num_seqs": last - first,
             "first_token": int(prompts.query_lens[:first].sum()),

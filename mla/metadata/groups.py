@@ -60,9 +60,7 @@ class SequenceGroup:
     query_lens: tuple[int, ...] = attrs.field(converter=_tuple_of_ints)
     context_lens: tuple[int, ...] = attrs.field(converter=_tuple_of_ints)
     block_ids: tuple[BlockIds, ...] | None = attrs.field(default=None, converter=_tuple_of_tables)
-    seq_lens: tuple[int, ...] | None = attrs.field(
-        default=None, converter=attrs.converters.optional(_tuple_of_ints)
-    )
+    seq_lens: tuple[int, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_tuple_of_ints))
     seq_ids: tuple[int, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_tuple_of_ints))
     prefix_cache_hit: bool = False
     multi_modal_placeholder_map: Mapping[str, Any] | None = None
@@ -101,9 +99,7 @@ def prompt_group(
     )
 
 
-def decode_group(
-    seq_len: int, block_ids: BlockIds, *, query_len: int = 1, seq_id: int | None = None
-) -> SequenceGroup:
+def decode_group(seq_len: int, block_ids: BlockIds, *, query_len: int = 1, seq_id: int | None = None) -> SequenceGroup:
     """One decoding sequence of `seq_len` tokens, the last `query_len` of which are new.
 
     Examples

@@ -49,7 +49,8 @@ def int_array(field: str, values: Iterable[int]) -> Int64Array:
     if array.size and (array.min() < 0 or array.max() > INT32_MAX):
         i = int(np.argmax((array < 0) | (array > INT32_MAX)))
         raise MetadataError(f"{field}[{i}]: expected an int in 0..{INT32_MAX}, got {int(array[i])}")
-    return array.astype(np.int64, copy=False)
+    out: Int64Array = array.astype(np.int64, copy=False)
+    return out
 
 
 def start_locs(field: str, lens: Int64Array) -> Int32Array:
@@ -75,9 +76,9 @@ def ragged_arange(lens: Int64Array, first: Int64Array | int = 0) -> Int64Array:
     >>> ragged_arange(np.array([2, 3]), np.array([5, 0])).tolist()
     [5, 6, 0, 1, 2]
     """
-    ends = np.cumsum(lens)
+    ends: Int64Array = np.cumsum(lens)
     total = int(ends[-1]) if len(ends) else 0
-    shift = first - (ends - lens)
+    shift: Int64Array = first - (ends - lens)
     return np.arange(total, dtype=np.int64) + np.repeat(shift, lens)
 
 
@@ -158,7 +159,8 @@ def table_slots(table: RaggedTable, lens: Int64Array, first: Int64Array, block_s
     """Cache slots of positions ``first[i] .. first[i] + lens[i]`` of each sequence, one row after another."""
     positions = ragged_arange(lens, first)
     block, offset = np.divmod(positions, block_size)
-    return table.flat[block + np.repeat(table.starts, lens)] * block_size + offset
+    slots: Int64Array = table.flat[block + np.repeat(table.starts, lens)] * block_size + offset
+    return slots
 
 
 def page_list(
@@ -184,11 +186,11 @@ def page_list(
         )
     blocks = used.flat.astype(np.int32)
     # One outer sum writes the pages of whole blocks; only then are the last blocks of the sequences cut.
-    pages = (blocks[:, None] * np.int32(ratio) + np.arange(ratio, dtype=np.int32)).reshape(-1)
+    pages: Int32Array = np.add.outer(blocks * np.int32(ratio), np.arange(ratio, dtype=np.int32)).reshape(-1)
     if len(pages) != int(num_pages.sum()):
         starts = used.starts * ratio
         pages = np.concatenate([pages[a:b] for a, b in zip(starts, starts + num_pages, strict=True)])
-    last = np.where(seq_lens > 0, (seq_lens - 1) % page_size + 1, 0)
+    last: Int64Array = np.where(seq_lens > 0, (seq_lens - 1) % page_size + 1, 0)
     return num_pages, pages, last
 
 
@@ -220,7 +222,7 @@ def cut_at_fixed_positions(context_lens: Int64Array, chunk_tokens: int, workspac
 
 
 def cut_at_equal_shares(context_lens: Int64Array, workspace_tokens: int, block_size: int) -> list[list[Piece]]:
-    """vLLM's rule: the prompts with context share the workspace equally, so cuts depend on the batch.
+    """VLLM's rule: the prompts with context share the workspace equally, so cuts depend on the batch.
 
     Raises
     ------

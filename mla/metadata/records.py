@@ -7,7 +7,7 @@ reads values on request. Nothing downstream writes to a record.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import attrs
 import torch
@@ -33,14 +33,14 @@ def _map_tensors(record: Any, function: Callable[[torch.Tensor], torch.Tensor]) 
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Record:
-    def to(self: Record, device: torch.device | str, *, non_blocking: bool = False) -> Record:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The same record with every tensor on `device`."""
-        moved: Record = _map_tensors(self, lambda t: t.to(device, non_blocking=non_blocking))
+        moved: Self = _map_tensors(self, lambda t: t.to(device, non_blocking=non_blocking))
         return moved
 
-    def pin_memory(self: Record) -> Record:
+    def pin_memory(self) -> Self:
         """The same record with every tensor in page-locked host memory."""
-        pinned: Record = _map_tensors(self, lambda t: t.pin_memory())
+        pinned: Self = _map_tensors(self, lambda t: t.pin_memory())
         return pinned
 
     def _check_counts(self, *names: str) -> None:
@@ -152,8 +152,14 @@ class _Part(_Record):
             raise MetadataError(f"paged_kv: expected one entry per page size, got page sizes {sizes}")
         for paged in self.paged_kv:
             field = f"paged_kv_last_page_lens (page_size {paged.page_size})"
-            check_tensor(field, paged.paged_kv_last_page_lens, "(num_seqs,)", device=self.seq_lens.device, bound=bound,
-                         error=MetadataError)
+            check_tensor(
+                field,
+                paged.paged_kv_last_page_lens,
+                "(num_seqs,)",
+                device=self.seq_lens.device,
+                bound=bound,
+                error=MetadataError,
+            )
 
     @property
     def num_seqs(self) -> int:
@@ -177,9 +183,7 @@ class _Part(_Record):
             if paged.page_size == page_size:
                 return paged
         have = [paged.page_size for paged in self.paged_kv]
-        raise MetadataError(
-            f"paged_kv: expected page size {page_size}, got {have}; build with page_sizes=({page_size},)"
-        )
+        raise MetadataError(f"paged_kv: expected page size {page_size}, got {have}; build with page_sizes=({page_size},)")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -338,7 +342,8 @@ class MLAMetadata(_Record):
                 raise MetadataError(f"{name}: expected device {self.positions.device}, got {part.seq_lens.device}")
         if self.num_prefill_tokens + self.num_decode_tokens != total:
             raise MetadataError(
-                f"slot_mapping: expected {self.num_prefill_tokens} prefill + {self.num_decode_tokens} decode tokens, got {total}"
+                f"slot_mapping: expected {self.num_prefill_tokens} prefill + {self.num_decode_tokens} decode tokens, "
+                f"got {total}"
             )
 
     @property

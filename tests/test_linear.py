@@ -1,0 +1,68 @@
+"""Dense products: right, and with row bits that do not depend on the other rows or on the threads."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from compare import assert_close
+
+from mla.compute import head_linear, linear
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def cancelling(num_rows: int, heads: int, depth: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Products that are nothing but rounding error: any other order of the sum shows in the bits."""
+    generator = torch.Generator().manual_seed(num_rows + depth)
+    half = depth // 2
+    order = torch.randperm(2 * half, generator=generator)
+    x = torch.randn(num_rows, heads, half, generator=generator).to(dtype).repeat(1, 1, 2)[..., order]
+    w = torch.randn(heads, columns, half, generator=generator).to(dtype)
+    return x, torch.cat([w, -w], dim=2)[..., order].contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["tokens", "heads"])
+def test_row_bits_depend_on_the_row_alone(dtype, kind, restore_num_threads):
+    draw = random.Random(5)
+    failed = []
+    for _ in range(40):
+        num_rows = draw.choice([1, 2, 3, 5, 15, 16, 17, 48, 100, 129, 256, 512, 777, 1008])
+        depth = draw.choice([8, 10, 32, 64, 128, 192, 384, 512, 576, 1024, 1536, 2048])
+        columns = draw.choice([1, 8, 16, 40, 64, 80, 128, 512, 576, 1536])
+        heads = 1 if kind == "tokens" else draw.choice([1, 2, 5, 16])
+        if num_rows * depth * columns * heads > 2e8:
+            continue
+        x, w = cancelling(num_rows, heads, depth, columns, dtype)
+
+        def product(rows: torch.Tensor, w: torch.Tensor = w) -> torch.Tensor:
+            return linear(rows[:, 0], w[0]) if kind == "tokens" else head_linear(rows, w.transpose(1, 2))
+
+        first = draw.randrange(num_rows)
+        last = min(num_rows, first + draw.choice([1, 2, 3, 16, 20]))
+        torch.set_num_threads(draw.choice([1, 2]))
+        whole = product(x)[first:last]
+        torch.set_num_threads(draw.choice([1, 2]))
+        if not torch.equal(whole, product(x[first:last])):
+            failed.append((num_rows, depth, columns, heads, first, last))
+    assert not failed
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize(("num_rows", "depth", "columns"), [(1, 1, 1), (3, 7, 5), (17, 600, 33), (700, 1000, 20)])
+def test_products_are_right(dtype, num_rows, depth, columns):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num_rows, 3, depth, generator=generator).to(dtype)
+    w = torch.randn(3, depth, columns, generator=generator).to(dtype)
+    bias = torch.randn(columns, generator=generator).to(dtype)
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype]
+    assert_close(head_linear(x, w), torch.einsum("thk,hkn->thn", x.double(), w.double()), rel=tolerance)
+    expected = x[:, 0].double() @ w[0].double() + bias.double()
+    assert_close(linear(x[:, 0], w[0].T, bias), expected, rel=tolerance)
+
+
+def test_no_rows_give_no_rows():
+    assert linear(torch.zeros(0, 8), torch.zeros(5, 8)).shape == (0, 5)
+    assert head_linear(torch.zeros(0, 2, 8), torch.zeros(2, 8, 5)).shape == (0, 2, 5)
