@@ -7,28 +7,45 @@ Record fields declare their tensors with `tensor`, in the same words as their do
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import attrs
+import numpy as np
 import torch
 
 from mla.errors import MLAError
 
 __all__ = [
+    "FLOATS",
     "TensorSpec",
+    "as_device",
+    "as_items",
     "check_choice",
+    "check_floating",
+    "check_instance",
     "check_int",
     "check_positive_float",
     "check_record",
     "check_tensor",
+    "describe",
     "dtype_name",
+    "named_fields",
     "tensor",
 ]
 
+T = TypeVar("T")
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 _NEW_NAME = re.compile(r"(?P<name>[a-z_0-9]*[a-z_][a-z_0-9]*)(?:\s*\+\s*(?P<plus>\d+))?\Z")
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(dim: str) -> ast.expr:
+    return ast.parse(dim, mode="eval").body
 
 
 def _evaluate(node: ast.expr, bound: Mapping[str, int]) -> int | None:
@@ -81,7 +98,7 @@ def _check_dims(field: str, shape: torch.Size, spec: TensorSpec, bound: dict[str
     if len(got) != len(spec.dims):
         raise error(f"{field}: expected shape {spec.shape}, got {got}")
     for size, dim in zip(got, spec.dims, strict=True):
-        want = _evaluate(ast.parse(dim, mode="eval").body, bound)
+        want = _evaluate(_parsed(dim), bound)
         if want is None and (new := _NEW_NAME.match(dim)):
             plus = int(new["plus"] or 0)
             if size >= plus:
@@ -133,7 +150,7 @@ def check_tensor(
     """
     bound = {} if bound is None else bound
     if not isinstance(value, torch.Tensor):
-        raise error(f"{field}: expected a torch.Tensor of shape {shape}, got {type(value).__name__}")
+        raise error(f"{field}: expected a torch.Tensor of shape {shape}, got {describe(value)}")
     allowed = (dtype,) if isinstance(dtype, torch.dtype) else dtype
     if allowed is not None and value.dtype not in allowed:
         raise error(f"{field}: expected {' or '.join(map(dtype_name, allowed))}, got {value.dtype}")
@@ -177,6 +194,54 @@ def check_record(record: Any, error: type[MLAError], **known: int) -> dict[str, 
     return bound
 
 
+def describe(value: object) -> str:
+    """What an error says it got: numbers and words with their type, everything else by its type."""
+    if value is None:
+        return "None"
+    if isinstance(value, (bool, int, float, str)):
+        return f"{type(value).__name__} {value!r:.60}"
+    return type(value).__name__
+
+
+def check_instance(field: str, value: object, kind: type, error: type[MLAError]) -> None:
+    """Refuse anything that is not a `kind`.
+
+    Raises
+    ------
+    MLAError
+        Of class `error`.
+    """
+    if not isinstance(value, kind):
+        raise error(f"{field}: expected {kind.__name__}, got {describe(value)}")
+
+
+def as_items(field: str, values: Iterable[T], error: type[MLAError]) -> list[T]:
+    """The items of an iterable; a single thing in its place is refused.
+
+    Raises
+    ------
+    MLAError
+        Of class `error`.
+    """
+    if isinstance(values, (str, bytes, torch.Tensor)) or not isinstance(values, Iterable):
+        raise error(f"{field}: expected a sequence, got {describe(values)}")
+    return list(values)
+
+
+def as_device(field: str, device: object, error: type[MLAError]) -> torch.device:
+    """A torch.device from a device or its name.
+
+    Raises
+    ------
+    MLAError
+        Of class `error`.
+    """
+    try:
+        return torch.device(device)  # type: ignore[call-overload, no-any-return]
+    except (RuntimeError, TypeError):
+        raise error(f"{field}: expected a device of torch, got {describe(device)}") from None
+
+
 def check_int(field: str, value: object, *, low: int, error: type[MLAError], high: int | None = None) -> int:
     """Refuse anything that is not an integer in ``low..high``; booleans are refused too.
 
@@ -185,15 +250,26 @@ def check_int(field: str, value: object, *, low: int, error: type[MLAError], hig
     MLAError
         Of class `error`.
     """
-    # numpy integers register as int-like through __index__; bool does too, but a flag in a length field is a mistake.
-    index = getattr(value, "__index__", None)
     limits = f">= {low}" if high is None else f"in {low}..{high}"
-    if isinstance(value, bool) or index is None or isinstance(value, torch.Tensor):
+    # bool is an int to Python, but a flag in a length field is a mistake.
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise error(f"{field}: expected an int {limits}, got {value!r}")
-    number = int(index())
+    number = int(value)
     if number < low or (high is not None and number > high):
         raise error(f"{field}: expected an int {limits}, got {number}")
     return number
+
+
+def check_floating(field: str, value: torch.Tensor, error: type[MLAError]) -> None:
+    """Refuse a tensor that does not hold floating numbers wide enough to compute with.
+
+    Raises
+    ------
+    MLAError
+        Of class `error`.
+    """
+    if value.dtype not in FLOATS:
+        raise error(f"{field}: expected {' or '.join(map(dtype_name, FLOATS))}, got {value.dtype}")
 
 
 def check_positive_float(field: str, value: object, error: type[MLAError]) -> float:
@@ -219,3 +295,29 @@ def check_choice(field: str, value: object, choices: tuple[str, ...] | Mapping[s
     """
     if value not in choices:
         raise error(f"{field}: expected one of {', '.join(choices)}, got {value!r}")
+
+
+def named_fields(error: type[MLAError]) -> Callable[[type[T]], type[T]]:
+    """Class decorator: an unknown keyword is refused with the list of the fields that exist.
+
+    Raises
+    ------
+    MLAError
+        Of class `error`, when an instance is made.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        plain_init = cls.__init__
+        known = [field.alias for field in attrs.fields(cls) if field.init]  # type: ignore[arg-type]
+
+        @functools.wraps(plain_init)
+        def init(self: T, *args: Any, **kwargs: Any) -> None:
+            unknown = sorted(kwargs.keys() - set(known))
+            if unknown:
+                raise error(f"{cls.__name__}: expected fields of {', '.join(map(str, known))}, got {', '.join(unknown)}")
+            plain_init(self, *args, **kwargs)
+
+        cls.__init__ = init  # type: ignore[assignment]
+        return cls
+
+    return decorate

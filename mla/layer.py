@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from mla._checks import check_tensor
-from mla.compute.attention import check_attention_inputs, decode, prefill
-from mla.compute.kernels import KernelSet
+from mla._checks import check_instance, check_positive_float, check_tensor
+from mla.compute.attention import check_attention_inputs, check_workspace, decode, prefill
+from mla.compute.kernels import KernelSet, Plan
 from mla.compute.linear import linear
 from mla.compute.rope import RopeTable, apply_rope
 from mla.errors import KernelError
@@ -41,6 +41,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Zhang and Sennrich, "Root Mean Square Layer Normalization", equation 4.
     """
     bound = check_tensor("x", x, "(num_tokens, width)", error=KernelError)
+    check_positive_float("eps", eps, KernelError)
     check_tensor("weight", weight, "(width,)", x.dtype, bound=bound, device=x.device, error=KernelError)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -57,7 +58,7 @@ def attend(
     kv_b_proj: torch.Tensor,
     dims: MLADims,
     kernels: KernelSet,
-    plan: object | None = None,
+    plan: Plan | None = None,
     workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Store the new tokens and attend, for models that project queries and latents themselves.
@@ -82,7 +83,7 @@ def attend(
         Dimensions and scale.
     kernels : KernelSet
         What runs, for instance ``kernels_for("cpu")``.
-    plan : object or None
+    plan : Plan or None
         ``kernels.plan(metadata.decode)``, made once for all layers; None makes it here.
     workspace : torch.Tensor of shape (num_rows, latent_dim) or None
         For chunked context, see `mla.compute.prefill`; None allocates it.
@@ -99,35 +100,28 @@ def attend(
     KernelError, CacheError
         Arguments that do not fit each other or the kernel set; the cache is unchanged then.
     """
-    sizes = {
-        "num_tokens": metadata.num_tokens,
-        "num_heads": dims.num_heads,
-        "qk_head_dim": dims.qk_head_dim,
-        "kv_lora_rank": dims.kv_lora_rank,
-        "qk_rope_head_dim": dims.qk_rope_head_dim,
-        "qk_nope_head_dim": dims.qk_nope_head_dim,
-        "v_head_dim": dims.v_head_dim,
-        "latent_dim": dims.latent_dim,
-    }
+    check_instance("metadata", metadata, MLAMetadata, KernelError)
+    check_instance("dims", dims, MLADims, KernelError)
+    check_instance("kernels", kernels, KernelSet, KernelError)
+    names = ("num_heads", "qk_head_dim", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "latent_dim")
+    sizes = {"num_tokens": metadata.num_tokens} | {name: getattr(dims, name) for name in names}
+    check_tensor("q", q, "(num_tokens, num_heads, qk_head_dim)", kernels.dtypes, bound=dict(sizes), error=KernelError)
     for name, value, shape in (
         ("q", q, "(num_tokens, num_heads, qk_head_dim)"),
         ("kv_c_normed", kv_c_normed, "(num_tokens, kv_lora_rank)"),
         ("k_pe", k_pe, "(num_tokens, qk_rope_head_dim)"),
         ("kv_b_proj", kv_b_proj, "(num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank)"),
     ):
-        check_tensor(
-            name,
-            value,
-            shape,
-            q.dtype if isinstance(q, torch.Tensor) else None,
-            bound=dict(sizes),
-            device=metadata.positions.device,
-            error=KernelError,
-        )
+        device = metadata.positions.device
+        check_tensor(name, value, shape, q.dtype, bound=dict(sizes), device=device, error=KernelError)
     split = metadata.num_prefill_tokens
     for part, rows in ((metadata.prefill, q[:split]), (metadata.decode, q[split:])):
         if part is not None:
             check_attention_inputs(rows, latent_cache, part, dims, kernels)
+    if metadata.prefill is not None:
+        workspace = check_workspace(workspace, metadata.prefill, q, dims)
+    if plan is not None:
+        kernels.check_plan(plan, metadata.decode)
     if latent_cache is None and not metadata.is_profile_run:
         raise KernelError("latent_cache: expected a cache to write the new tokens to, got None")
     if metadata.decode is not None and plan is None:
@@ -167,7 +161,7 @@ def mla_attention(
     rope_table: RopeTable,
     kernels: KernelSet,
     *,
-    plan: object | None = None,
+    plan: Plan | None = None,
     workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One Multi-head Latent Attention layer over a paged latent cache: project, rotate, store, attend, project back.
@@ -186,7 +180,7 @@ def mla_attention(
         From ``rope_table(weights.dims.rope, max_len)``.
     kernels : KernelSet
         What runs, for instance ``kernels_for("cpu")``.
-    plan : object or None
+    plan : Plan or None
         ``kernels.plan(metadata.decode)``, made once for all layers; None makes it here.
     workspace : torch.Tensor of shape (num_rows, latent_dim) or None
         For chunked context, see `mla.compute.prefill`; None allocates it.
@@ -207,6 +201,13 @@ def mla_attention(
     ----------
     DeepSeek-AI, "DeepSeek-V2", section 2.1 and appendix C.
     """
+    check_instance("weights", weights, MLAWeights, KernelError)
+    check_instance("metadata", metadata, MLAMetadata, KernelError)
+    check_instance("rope_table", rope_table, RopeTable, KernelError)
+    device = metadata.positions.device
+    for name, where in (("weights", weights.device), ("rope_table", rope_table.cos.device)):
+        if where != device:
+            raise KernelError(f"{name}: expected device {device} as the metadata, got {where}")
     dims = weights.dims
     check_tensor(
         "hidden_states",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mla._checks import check_tensor
+from mla._checks import FLOATS, as_device, check_int, check_tensor, describe, dtype_name
 from mla.errors import WeightsError
 from mla.metadata.dims import MLADims, RopeSpec, YarnSpec
 from mla.weights import MLAWeights
@@ -38,15 +38,24 @@ def dims_from_config(config: Mapping[str, Any] | Any) -> MLADims:
     DimsError
         Numbers that cannot be.
     """
-    values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    if isinstance(config, Mapping):
+        values: Mapping[str, Any] = config
+    elif callable(getattr(config, "to_dict", None)):
+        values = config.to_dict()
+    else:
+        raise WeightsError(f"config: expected a mapping or a config of transformers, got {describe(config)}")
 
     def need(name: str) -> Any:
         if values.get(name) is None:
-            raise WeightsError(f"config: expected an entry {name}, got {sorted(values)}")
+            raise WeightsError(f"config: expected an entry {name}, got {', '.join(sorted(map(str, values)))}")
         return values[name]
 
+    interleaved = values.get("rope_interleave")
+    if interleaved is None:
+        interleaved = True
+    if not isinstance(interleaved, bool):
+        raise WeightsError(f"rope_interleave: expected true or false, got {interleaved!r}")
     rope_dim = need("qk_rope_head_dim")
-    interleaved = bool(values.get("rope_interleave", True)) or values.get("model_type") in _INTERLEAVED_ALWAYS
     return MLADims(
         num_heads=need("num_attention_heads"),
         kv_lora_rank=need("kv_lora_rank"),
@@ -55,32 +64,42 @@ def dims_from_config(config: Mapping[str, Any] | Any) -> MLADims:
         v_head_dim=need("v_head_dim"),
         q_lora_rank=values.get("q_lora_rank"),
         rms_norm_eps=ATTENTION_NORM_EPS,
-        rope=_rope_from_config(values, rope_dim, interleaved),
+        rope=_rope_from_config(values, rope_dim, interleaved=interleaved or values.get("model_type") in _INTERLEAVED_ALWAYS),
     )
 
 
-def _rope_from_config(values: Mapping[str, Any], dim: int, interleaved: bool) -> RopeSpec:
-    scaling = dict(values.get("rope_scaling") or {}) | dict(values.get("rope_parameters") or {})
-    theta = float(scaling.get("rope_theta", values.get("rope_theta") or 10000.0))
+def _number(values: Mapping[str, Any], name: str) -> float:
+    value = values[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise WeightsError(f"{name}: expected a number, got {value!r}")
+    return float(value)
+
+
+def _rope_from_config(values: Mapping[str, Any], dim: int, *, interleaved: bool) -> RopeSpec:
+    scaling: dict[str, Any] = {"rope_theta": 10000.0 if values.get("rope_theta") is None else values["rope_theta"]}
+    for name in ("rope_scaling", "rope_parameters"):
+        found = values.get(name)
+        if found is not None and not isinstance(found, Mapping):
+            raise WeightsError(f"{name}: expected a mapping or null, got {found!r}")
+        scaling |= {key: value for key, value in (found or {}).items() if value is not None or "type" in key}
+    theta = _number(scaling, "rope_theta")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return RopeSpec(dim=dim, interleaved=interleaved, theta=theta)
     if kind not in ("yarn", "deepseek_yarn"):
         raise WeightsError(f"rope_type: expected default or yarn, got {kind!r}")
-    names = ("factor", "original_max_position_embeddings")
-    for name in names:
-        if scaling.get(name) is None:
-            raise WeightsError(f"rope_parameters: expected an entry {name} for yarn, got {sorted(scaling)}")
+    for name in ("factor", "original_max_position_embeddings"):
+        if name not in scaling:
+            raise WeightsError(f"rope_parameters: expected an entry {name} for yarn, got {', '.join(sorted(scaling))}")
     if scaling.get("truncate", True) is not True:
-        raise WeightsError(f"truncate: expected True, got {scaling['truncate']!r}")
+        raise WeightsError(f"truncate: expected true, got {scaling['truncate']!r}")
+    length = _number(scaling, "original_max_position_embeddings")
+    if not length.is_integer():
+        raise WeightsError(f"original_max_position_embeddings: expected a whole number, got {length!r}")
     options = {
-        n: float(scaling[n]) for n in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim") if scaling.get(n) is not None
+        name: _number(scaling, name) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim") if name in scaling
     }
-    yarn = YarnSpec(
-        factor=float(scaling["factor"]),
-        original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
-        **options,
-    )
+    yarn = YarnSpec(factor=_number(scaling, "factor"), original_max_position_embeddings=int(length), **options)
     return RopeSpec(dim=dim, interleaved=interleaved, theta=theta, yarn=yarn)
 
 
@@ -136,6 +155,7 @@ _NAMES = {
     "kv_a_proj_with_mqa_bias": "kv_a_proj_with_mqa.bias",
     "o_proj_bias": "o_proj.bias",
 }
+_IGNORED = ("rotary_emb.inv_freq",)
 _OPTIONAL = ("q_a_proj_bias", "kv_a_proj_with_mqa_bias", "o_proj_bias")
 
 
@@ -178,6 +198,9 @@ def weights_from_state_dict(
     WeightsError
         Missing or unexpected tensors below the prefix, or wrong shapes.
     """
+    if dtype is not None and dtype not in FLOATS:
+        raise WeightsError(f"dtype: expected {' or '.join(map(dtype_name, FLOATS))}, got {dtype}")
+    where = None if device is None else as_device("device", device, WeightsError)
     found: dict[str, torch.Tensor] = {}
     used = set()
     for field, name in _wanted(dims).items():
@@ -187,18 +210,21 @@ def weights_from_state_dict(
                 continue
             raise WeightsError(f"{prefix + name}: expected a tensor in the state dict, got none")
         used.add(prefix + name)
-        if weight.dtype == torch.float8_e4m3fn:
-            scale_name = f"{prefix + name}_scale_inv"
-            scale = state_dict.get(scale_name)
-            if scale is None:
+        scale_name = f"{prefix + name}_scale_inv"
+        if isinstance(weight, torch.Tensor) and weight.dtype == torch.float8_e4m3fn:
+            if scale_name not in state_dict:
                 raise WeightsError(f"{scale_name}: expected the scales of an fp8 weight, got none")
             used.add(scale_name)
-            weight = dequantize_block_fp8(weight, scale)
-        found[field] = weight.detach().to(device=device, dtype=dtype)
-    ignored = ("rotary_emb.inv_freq",)
-    extra = [name for name in state_dict if name.startswith(prefix) and name not in used and not name.endswith(ignored)]
-    if prefix and extra:
-        raise WeightsError(f"state_dict: expected only MLA weights below {prefix!r}, got {sorted(extra)}")
+            weight = dequantize_block_fp8(weight, state_dict[scale_name])
+        if not isinstance(weight, torch.Tensor):
+            raise WeightsError(f"{prefix + name}: expected a tensor, got {describe(weight)}")
+        if weight.dtype not in FLOATS:
+            allowed = " or ".join(map(dtype_name, FLOATS))
+            raise WeightsError(f"{prefix + name}: expected {allowed} or float8_e4m3fn, got {weight.dtype}")
+        found[field] = weight.detach().to(device=where, dtype=dtype)
+    extra = [name for name in state_dict if name.startswith(prefix) and name not in used and not name.endswith(_IGNORED)]
+    if extra:
+        raise WeightsError(f"state_dict: expected only MLA weights below {prefix!r}, got {', '.join(sorted(extra)[:8])}")
     return MLAWeights(dims=dims, **found)
 
 
@@ -223,33 +249,59 @@ def load_weights(
     WeightsError
         Missing files or tensors, or wrong shapes.
     """
-    from safetensors import safe_open
-
+    check_int("layer", layer, low=0, error=WeightsError)
     root = Path(folder)
-    config = _read_json(root / "config.json")
-    dims = dims_from_config(config)
+    dims = dims_from_config(_read_json(root / "config.json"))
     prefix = layer_prefix(layer)
     index = root / "model.safetensors.index.json"
     if index.is_file():
-        files: dict[str, str] = _read_json(index)["weight_map"]
+        content = _read_json(index)
+        files = content.get("weight_map") if isinstance(content, Mapping) else None
+        if not isinstance(files, Mapping):
+            raise WeightsError(f"folder: expected a weight_map in {index.name}, got a file without weight_map")
     else:
-        single = root / "model.safetensors"
-        if not single.is_file():
+        single = "model.safetensors"
+        if not (root / single).is_file():
             raise WeightsError(f"folder: expected model.safetensors or {index.name} in {root}, got neither")
-        with safe_open(single, framework="pt") as tensors:
-            files = dict.fromkeys(tensors.keys(), single.name)
+        files = dict.fromkeys(_tensor_names(root / single), single)
     names = [name for name in files if name.startswith(prefix)]
     if not names:
         raise WeightsError(f"layer: expected a layer of the checkpoint, got {layer}: no tensor named {prefix}*")
     state: dict[str, torch.Tensor] = {}
     for file in sorted({files[name] for name in names}):
-        with safe_open(root / file, framework="pt") as tensors:
-            state.update({name: tensors.get_tensor(name) for name in names if files[name] == file})
+        wanted = [name for name in names if files[name] == file]
+        missing = sorted(set(wanted) - set(_tensor_names(root / file)))
+        if missing:
+            raise WeightsError(f"folder: expected the tensors of {index.name} in {file}, got none named {', '.join(missing)}")
+        state.update(_read_tensors(root / file, wanted))
     return weights_from_state_dict(state, dims, prefix=prefix, dtype=dtype, device=device)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise WeightsError(f"folder: expected a file {path.name} in {path.parent}, got none named {path.name}")
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise WeightsError(f"folder: expected a safetensors file, got {path.name}: {error}") from error
+
+
+def _tensor_names(path: Path) -> list[str]:
+    with _open(path) as tensors:
+        return list(tensors.keys())
+
+
+def _read_tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
+    with _open(path) as tensors:
+        return {name: tensors.get_tensor(name) for name in names}
+
+
+def _read_json(path: Path) -> Any:
     if not path.is_file():
         raise WeightsError(f"folder: expected a file {path.name} in {path.parent}, got none")
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise WeightsError(f"folder: expected JSON, got {path.name}: {error}") from error

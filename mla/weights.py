@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from mla._checks import check_int, check_record, tensor
+from mla._checks import check_floating, check_instance, check_int, check_record, named_fields, tensor
 from mla.errors import WeightsError
 from mla.metadata.dims import MLADims
 
@@ -20,6 +20,7 @@ def _weight(shape: str, *, optional: bool = False) -> Any:
     return attrs.field(default=None, metadata=metadata) if optional else attrs.field(metadata=metadata)
 
 
+@named_fields(WeightsError)
 @attrs.frozen(kw_only=True, eq=False)
 class MLAWeights:
     """Weights of one attention layer, named and laid out as in Hugging Face checkpoints (``out_features, in_features``).
@@ -73,8 +74,7 @@ class MLAWeights:
     o_proj_bias: torch.Tensor | None = _weight("(hidden_size,)", optional=True)
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.dims, MLADims):
-            raise WeightsError(f"dims: expected MLADims, got {type(self.dims).__name__}")
+        check_instance("dims", self.dims, MLADims, WeightsError)
         compressed = self.dims.q_lora_rank is not None
         for name, wanted in (
             ("q_proj", not compressed),
@@ -96,6 +96,7 @@ class MLAWeights:
         if self.dims.q_lora_rank is not None:
             sizes["q_lora_rank"] = self.dims.q_lora_rank
         check_record(self, WeightsError, **sizes)
+        check_floating("kv_b_proj", self.kv_b_proj, WeightsError)
         for name, value in self._tensors().items():
             if value.dtype != self.kv_b_proj.dtype:
                 raise WeightsError(f"{name}: expected {self.kv_b_proj.dtype} as kv_b_proj has, got {value.dtype}")
@@ -104,6 +105,11 @@ class MLAWeights:
     def dtype(self) -> torch.dtype:
         """Of every weight."""
         return self.kv_b_proj.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of every weight."""
+        return self.kv_b_proj.device
 
     @property
     def hidden_size(self) -> int:

@@ -4,15 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_io import metadata_cases, state_cases
+from golden_io import GOLDEN_DIR, metadata_cases, state_cases
 
-GOLDEN_DIR = Path(__file__).parent / "golden"
 FILE_KINDS = ("decode", "prefill", "layer", "merge", "fp8_dequant")
 
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--golden-dir", type=Path, default=GOLDEN_DIR, metavar="DIR",
+        "--golden-dir",
+        type=Path,
+        default=GOLDEN_DIR,
+        metavar="DIR",
         help="folder of golden files that run through the golden tests (default: tests/golden)",
     )
 
@@ -34,12 +36,6 @@ def pytest_generate_tests(metafunc):
     for kind in FILE_KINDS:
         if f"{kind}_file" in wanted:
             metafunc.parametrize(f"{kind}_file", sorted(folder.glob(f"{kind}_*.npz")), ids=lambda path: path.stem)
-
-
-@pytest.fixture(scope="session")
-def golden_dir(request):
-    """The folder under test."""
-    return request.config.getoption("golden_dir")
 
 
 @pytest.fixture

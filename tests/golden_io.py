@@ -12,6 +12,7 @@ import torch
 
 from mla.metadata import SequenceGroup
 
+GOLDEN_DIR = Path(__file__).parent / "golden"
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 MASK = 0xFFFFFFFF
 

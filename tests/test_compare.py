@@ -124,8 +124,15 @@ def test_the_message_holds_every_number():
     with pytest.raises(AssertionError) as failure:
         assert_close(torch.tensor([3.0, -4.0]), torch.tensor([3.0, 4.0]), rel=1e-6, abs=1e-5, name="out")
     text = str(failure.value)
-    for part in ("out:", "shape (2,)", "relative error 1.600e+00 (limit 1e-06)", "absolute error 8.000e+00 (limit 1e-05)",
-                 "cosine -0.28", "0 misplaced", "worst at (1,): expected 4.0, got -4.0"):
+    for part in (
+        "out:",
+        "shape (2,)",
+        "relative error 1.600e+00 (limit 1e-06)",
+        "absolute error 8.000e+00 (limit 1e-05)",
+        "cosine -0.28",
+        "0 misplaced",
+        "worst at (1,): expected 4.0, got -4.0",
+    ):
         assert part in text
 
 

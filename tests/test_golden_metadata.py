@@ -17,8 +17,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from conftest import GOLDEN_DIR
-from golden_io import metadata_cases, sequence_groups
+from golden_io import GOLDEN_DIR, json_tensor, metadata_cases, sequence_groups
 
 from mla import LatentCacheSpec, MetadataError, build_metadata, validate_metadata_values
 from mla.metadata import context_workspace_tokens
@@ -369,7 +368,7 @@ def seed_value(field: str, value: Any) -> Any:
     """A field of the file as plain Python; the CPU builder's 2-D positions are one row."""
     if not isinstance(value, dict):
         return value
-    tensor = torch.tensor(value["data"]).reshape(value["shape"])
+    tensor = json_tensor(value)
     if field == "input_positions" and tensor.ndim == 2:
         tensor = tensor[0]
     return trimmed(tensor.tolist()) if "block_tables" in field and tensor.ndim == 2 else tensor.tolist()
@@ -415,8 +414,17 @@ def has_lookahead(batch: Batch) -> bool:
 DIFFERENCES = (
     (
         "1",
-        {"num_prefills", "num_prefill_tokens", "slot_mapping", "seq_lens", "seq_lens_tensor", "context_lens_tensor",
-         "query_start_loc", "seq_start_loc", "max_decode_query_len"},
+        {
+            "num_prefills",
+            "num_prefill_tokens",
+            "slot_mapping",
+            "seq_lens",
+            "seq_lens_tensor",
+            "context_lens_tensor",
+            "query_start_loc",
+            "seq_start_loc",
+            "max_decode_query_len",
+        },
         lambda b, part: b.builder == "aiter" and b.is_profile_run and any(len(group["sequences"]) > 1 for group in b.groups),
     ),
     ("2", {"block_tables", "paged_kv_indptr", "qo_indptr"}, lambda b, part: b.is_profile_run),

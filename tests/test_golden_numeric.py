@@ -98,7 +98,14 @@ def test_prefill_agrees(prefill_file, name, dtype):
     start_loc = torch.cat([lens.new_zeros(1), lens.cumsum(0, dtype=torch.int32)])
     longest = int(lens.max())
     out, lse = kernel_set(name).varlen_attention(
-        q, k, v, query_start_loc=start_loc, kv_start_loc=start_loc, max_query_len=longest, max_kv_len=longest, causal=True,
+        q,
+        k,
+        v,
+        query_start_loc=start_loc,
+        kv_start_loc=start_loc,
+        max_query_len=longest,
+        max_kv_len=longest,
+        causal=True,
         softmax_scale=meta["scale"],
     )
     check_attention(out, lse, file, meta, dtype)

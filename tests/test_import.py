@@ -179,7 +179,7 @@ assert "mla" in fresh
 
 
 def test_import_changes_and_reads_nothing() -> None:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", INERT], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", "-W", "error", "-c", INERT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (done.stdout, done.stderr) == ("", "")
 
@@ -289,19 +289,9 @@ def is_part_of_making(method: ast.FunctionDef) -> bool:
 
 
 RAISING = definitions_that_raise()
-WITHOUT_RAISES = (
-    "mla.cache.spec.LatentCacheSpec.shape",
-    "mla.metadata.groups.decode_group",
-    "mla.metadata.groups.prompt_group",
-)
 
 
-def marked(where: str, node: ast.AST, name: str) -> Any:
-    marks = [pytest.mark.xfail(strict=True, reason="no Raises section")] if where in WITHOUT_RAISES else []
-    return pytest.param(node, name, id=where, marks=marks)
-
-
-@pytest.mark.parametrize(("node", "name"), [marked(*definition) for definition in public_definitions()])
+@pytest.mark.parametrize(("node", "name"), [pytest.param(node, name, id=where) for where, node, name in public_definitions()])
 def test_docstrings_say_what_is_raised(node: ast.FunctionDef | ast.ClassDef, name: str) -> None:
     text = ast.get_docstring(node)
     assert text, "a public name without a docstring"

@@ -12,7 +12,7 @@ from mla import MLADims, MLAWeights, RopeSpec, build_metadata, kernel_set, mla_a
 HIDDEN_SIZE = 256
 CHUNK = 64
 THREADS = (1, 2)
-BLOCK_SIZES = (1, 16, 64)
+BLOCK_SIZES = (1, 64)  # beside 16, which everything else runs on
 STEPS = {
     "one-shot prefill": [Row(query_len=n) for n in (1, 2, 3, 5, 15, 16, 17, 33, 64, 127, 150)],
     "chunked prefill": [
@@ -133,9 +133,11 @@ def test_a_sequence_gives_the_same_bits_everywhere(dtype, num_heads, kind):
             "batch": run(sequences, weights, table, threads=threads, seed=8),
             "reversed batch": run(sequences[::-1], weights, table, threads=threads, seed=9)[::-1],
             "with mates": run([*mates, *sequences], weights, table, threads=threads, seed=10)[len(mates) :],
-            "wide workspace": run(sequences, weights, table, threads=threads, context_workspace_tokens=10 * CHUNK),
         }
-        if not sequences[0].row.is_prompt:
+        if sequences[0].row.is_prompt:
+            wide = 10 * CHUNK
+            variants["wide workspace"] = run(sequences, weights, table, threads=threads, context_workspace_tokens=wide)
+        else:
             variants["padded alone"] = [run([s], weights, table, threads=threads, pad_decodes_to=6)[0] for s in sequences]
             variants["padded batch"] = run(sequences, weights, table, threads=threads, pad_decodes_to=len(sequences) + 5)
         for block_size in BLOCK_SIZES:

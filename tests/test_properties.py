@@ -127,7 +127,8 @@ def test_attend_meets_the_reference(dtype, cache_dtype, step, num_heads, q_scale
             expected_out, expected_lse = reference.latent_attention(
                 batch.q[tokens], batch.latent_cache, part, kv_b_proj=batch.kv_b_proj, dims=dims
             )
-            assert_close(out[tokens], expected_out, rel=OUT_REL[dtype])
+            # The up-projection and, in decode, the absorbed query are rounded to bfloat16 beside the kernel's own products.
+            assert_close(out[tokens], expected_out, rel=OUT_REL[dtype] * (2 if dtype == BF16 else 1))
             assert_close(lse[tokens], expected_lse, abs=LSE_ABS[dtype])
     num_real = sum(row.query_len for row in rows)
     assert not out[num_real:].any()

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from mla._checks import check_int
+from mla._checks import as_items, check_int, named_fields
 from mla.errors import CacheError
 
 __all__ = ["BlockPool", "SequenceBlocks"]
@@ -49,11 +49,17 @@ def _frozen(mapping: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return mapping if isinstance(mapping, MappingProxyType) else MappingProxyType(dict(mapping))
 
 
+def _check_name(field: str, name: object) -> None:
+    if not isinstance(name, Hashable):
+        raise CacheError(f"{field}: expected a hashable name, got {name!r:.60}")
+
+
 def _digest(parent: bytes, token_ids: tuple[int, ...]) -> bytes:
     """Name of a full block: its tokens and, through `parent`, all tokens before it. Wide enough to never collide."""
     return hashlib.sha256(parent + b"".join(t.to_bytes(8, "little", signed=True) for t in token_ids)).digest()
 
 
+@named_fields(CacheError)
 @attrs.frozen(kw_only=True, eq=False)
 class BlockPool:
     """Blocks of a cache, shared by sequences; full blocks are found again by their tokens.
@@ -95,6 +101,12 @@ class BlockPool:
     block_of: Mapping[bytes, int] = attrs.field(factory=dict, converter=_frozen)
     digest_of: Mapping[int, bytes] = attrs.field(factory=dict, converter=_frozen)
 
+    def __attrs_post_init__(self) -> None:
+        check_int("num_blocks", self.num_blocks, low=1, error=CacheError)
+        check_int("block_size", self.block_size, low=1, error=CacheError)
+        if len(self.holders) != self.num_blocks:
+            raise CacheError(f"holders: expected {self.num_blocks} entries, got {len(self.holders)}")
+
     @classmethod
     def empty(cls, *, num_blocks: int, block_size: int) -> BlockPool:
         """A pool with every block free.
@@ -105,7 +117,6 @@ class BlockPool:
             A size below 1.
         """
         check_int("num_blocks", num_blocks, low=1, error=CacheError)
-        check_int("block_size", block_size, low=1, error=CacheError)
         return cls(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -114,6 +125,7 @@ class BlockPool:
         )
 
     def __getitem__(self, seq_id: Hashable) -> SequenceBlocks:
+        _check_name("seq_id", seq_id)
         if seq_id not in self.sequences:
             raise CacheError(f"seq_id: expected one of {list(self.sequences)}, got {seq_id!r}")
         return self.sequences[seq_id]
@@ -142,6 +154,7 @@ class BlockPool:
         CacheError
             A name in use, no tokens, or too few free blocks.
         """
+        _check_name("seq_id", seq_id)
         if seq_id in self.sequences:
             raise CacheError(f"seq_id: expected a new id, got {seq_id!r}, which is in use")
         tokens = self._tokens(token_ids)
@@ -229,6 +242,7 @@ class BlockPool:
             An unknown sequence, a name in use, or tokens that are still to be computed.
         """
         sequence = self[seq_id]
+        _check_name("new_id", new_id)
         if new_id in self.sequences:
             raise CacheError(f"new_id: expected a new id, got {new_id!r}, which is in use")
         if sequence.num_new:
@@ -250,7 +264,8 @@ class BlockPool:
         return attrs.evolve(pool, sequences={key: value for key, value in pool.sequences.items() if key != seq_id})
 
     def _tokens(self, token_ids: Iterable[int]) -> tuple[int, ...]:
-        return tuple(check_int(f"token_ids[{i}]", t, low=0, high=2**63 - 1, error=CacheError) for i, t in enumerate(token_ids))
+        items = as_items("token_ids", token_ids, CacheError)
+        return tuple(check_int(f"token_ids[{i}]", t, low=0, high=2**63 - 1, error=CacheError) for i, t in enumerate(items))
 
     def _block_tokens(self, sequence: SequenceBlocks, i: int) -> tuple[int, ...]:
         return sequence.token_ids[i * self.block_size : (i + 1) * self.block_size]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mla._checks import check_tensor
+from mla._checks import as_items, check_floating, check_tensor
 from mla.cache.spec import check_latent_cache
 from mla.errors import CacheError
 
@@ -47,8 +47,7 @@ def write_latent_cache_(latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: to
         raise CacheError(
             f"kv_c, k_pe: expected {latent_dim} columns together (latent_dim of the cache), got {rank} + {k_pe.shape[1]}"
         )
-    if not kv_c.dtype.is_floating_point:
-        raise CacheError(f"kv_c: expected a floating dtype, got {kv_c.dtype}")
+    check_floating("kv_c", kv_c, CacheError)
     rows = latent_cache.view(-1, latent_dim)
     with torch.no_grad():
         if device.type == "cpu":
@@ -115,6 +114,7 @@ def gather_latent_cache(latent_cache: torch.Tensor, slots: torch.Tensor, *, out:
     check_tensor(
         "out", out, "(num_rows, latent_dim)", device=device, bound={"latent_dim": latent_cache.shape[2]}, error=CacheError
     )
+    check_floating("out", out, CacheError)
     num_rows, num_slots = slots.shape[0], latent_cache.shape[0] * latent_cache.shape[1]
     if out.shape[0] < num_rows:
         raise CacheError(f"out: expected at least {num_rows} rows, got {out.shape[0]}")
@@ -134,6 +134,8 @@ def gather_latent_cache(latent_cache: torch.Tensor, slots: torch.Tensor, *, out:
 def _check_pairs(src_to_dst: torch.Tensor, num_src: int, num_dst: int) -> torch.Tensor:
     """The (source, destination) pairs on the host, checked by value."""
     check_tensor("src_to_dst", src_to_dst, "(num_pairs, 2)", (torch.int64, torch.int32), error=CacheError)
+    if src_to_dst.is_meta:
+        raise CacheError("src_to_dst: expected values, got a tensor on device meta")
     pairs = src_to_dst.to("cpu", torch.int64)
     for column, name, size in ((0, "source", num_src), (1, "destination", num_dst)):
         bad = pairs[(pairs[:, column] < 0) | (pairs[:, column] >= size), column]
@@ -159,14 +161,20 @@ def copy_blocks_(latent_caches: Sequence[torch.Tensor], src_to_dst: torch.Tensor
     CacheError
         Blocks outside a cache or a destination given twice; nothing is written then.
     """
-    if not latent_caches:
+    caches = as_items("latent_caches", latent_caches, CacheError)
+    if not caches:
         raise CacheError("latent_caches: expected at least one cache, got none")
-    for i, cache in enumerate(latent_caches):
+    seen: dict[tuple[torch.device, int], int] = {}
+    for i, cache in enumerate(caches):
         check_latent_cache(f"latent_caches[{i}]", cache)
-    smallest = min(cache.shape[0] for cache in latent_caches)
-    pairs = _check_pairs(src_to_dst, smallest, smallest)
+        if cache.shape != caches[0].shape:
+            raise CacheError(f"latent_caches[{i}]: expected shape {tuple(caches[0].shape)}, got {tuple(cache.shape)}")
+        first = seen.setdefault((cache.device, cache.data_ptr()), i)
+        if first != i and cache.numel():
+            raise CacheError(f"latent_caches[{i}]: expected a cache of its own, got latent_caches[{first}] again")
+    pairs = _check_pairs(src_to_dst, caches[0].shape[0], caches[0].shape[0])
     with torch.no_grad():
-        for cache in latent_caches:
+        for cache in caches:
             src, dst = pairs.to(cache.device).unbind(1)
             cache.index_copy_(0, dst, cache.index_select(0, src))
 

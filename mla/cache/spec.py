@@ -5,14 +5,15 @@ from __future__ import annotations
 import attrs
 import torch
 
-from mla._checks import check_int, dtype_name
+from mla._checks import FLOATS, as_device, check_instance, check_int, dtype_name, named_fields
 from mla.errors import CacheError
 
 __all__ = ["CACHE_DTYPES", "LatentCacheSpec", "allocate_latent_cache", "check_latent_cache"]
 
-CACHE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+CACHE_DTYPES = FLOATS
 
 
+@named_fields(CacheError)
 @attrs.frozen(kw_only=True)
 class LatentCacheSpec:
     """Layout of one layer's cache: one row per token, the normed latent ``kv_c`` and then the rotated ``k_pe``.
@@ -62,7 +63,13 @@ class LatentCacheSpec:
         return self.block_size * self.latent_dim * self.dtype.itemsize
 
     def shape(self, num_blocks: int) -> tuple[int, int, int]:
-        """``(num_blocks, block_size, latent_dim)``."""
+        """``(num_blocks, block_size, latent_dim)``.
+
+        Raises
+        ------
+        CacheError
+            `num_blocks` is not an int >= 0.
+        """
         return (check_int("num_blocks", num_blocks, low=0, error=CacheError), self.block_size, self.latent_dim)
 
     def blocks_that_fit(self, num_bytes: int, *, num_layers: int = 1) -> int:
@@ -84,9 +91,10 @@ def allocate_latent_cache(spec: LatentCacheSpec, num_blocks: int, *, device: tor
     Raises
     ------
     CacheError
-        `num_blocks` is not an int >= 0.
+        `num_blocks` is not an int >= 0, or no such device.
     """
-    return torch.zeros(spec.shape(num_blocks), dtype=spec.dtype, device=device)
+    check_instance("spec", spec, LatentCacheSpec, CacheError)
+    return torch.zeros(spec.shape(num_blocks), dtype=spec.dtype, device=as_device("device", device, CacheError))
 
 
 def check_latent_cache(field: str, latent_cache: object) -> torch.Tensor:

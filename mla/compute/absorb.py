@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from mla._checks import check_tensor
+from mla._checks import check_instance, check_tensor
 from mla.compute.linear import head_linear, linear
 from mla.errors import KernelError
 from mla.metadata.dims import MLADims
@@ -23,8 +23,13 @@ _KV_B_SHAPE = "(num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank)"
 
 
 def _sizes(dims: MLADims) -> dict[str, int]:
+    check_instance("dims", dims, MLADims, KernelError)
     names = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim", "latent_dim")
     return {name: getattr(dims, name) for name in names}
+
+
+def _check_weight(kv_b_proj: torch.Tensor, x: torch.Tensor, dims: MLADims) -> None:
+    check_tensor("kv_b_proj", kv_b_proj, _KV_B_SHAPE, x.dtype, device=x.device, bound=_sizes(dims), error=KernelError)
 
 
 def split_kv_b_proj(kv_b_proj: torch.Tensor, dims: MLADims) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,9 +79,10 @@ def absorb_query(q: torch.Tensor, kv_b_proj: torch.Tensor, dims: MLADims) -> tor
     Raises
     ------
     KernelError
-        Shapes that do not fit.
+        Shapes, dtypes or devices that do not fit.
     """
     check_tensor("q", q, "(num_tokens, num_heads, qk_head_dim)", bound=_sizes(dims), error=KernelError)
+    _check_weight(kv_b_proj, q, dims)
     w_uk, _ = split_kv_b_proj(kv_b_proj, dims)
     q_nope, q_pe = q.split([dims.qk_nope_head_dim, dims.qk_rope_head_dim], dim=-1)
     return torch.cat([head_linear(q_nope, w_uk), q_pe], dim=-1)
@@ -102,9 +108,10 @@ def project_output(out: torch.Tensor, kv_b_proj: torch.Tensor, dims: MLADims) ->
     Raises
     ------
     KernelError
-        Shapes that do not fit.
+        Shapes, dtypes or devices that do not fit.
     """
     check_tensor("out", out, "(num_tokens, num_heads, kv_lora_rank)", bound=_sizes(dims), error=KernelError)
+    _check_weight(kv_b_proj, out, dims)
     _, w_uv = split_kv_b_proj(kv_b_proj, dims)
     return head_linear(out, w_uv)
 
@@ -135,11 +142,11 @@ def expand_latent(
     Raises
     ------
     KernelError
-        Shapes that do not fit.
+        Shapes, dtypes or devices that do not fit.
     """
     bound = check_tensor("kv_c", kv_c, "(num_tokens, kv_lora_rank)", bound=_sizes(dims), error=KernelError)
     check_tensor("k_pe", k_pe, "(num_tokens, qk_rope_head_dim)", kv_c.dtype, bound=bound, error=KernelError)
-    check_tensor("kv_b_proj", kv_b_proj, _KV_B_SHAPE, bound=_sizes(dims), error=KernelError)
+    _check_weight(kv_b_proj, kv_c, dims)
     expanded = linear(kv_c, kv_b_proj).unflatten(1, (dims.num_heads, dims.qk_nope_head_dim + dims.v_head_dim))
     k_nope, v = expanded.split([dims.qk_nope_head_dim, dims.v_head_dim], dim=-1)
     k = torch.cat([k_nope, k_pe[:, None].expand(-1, dims.num_heads, -1)], dim=-1)

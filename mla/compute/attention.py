@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from mla._checks import check_int, check_tensor
+from mla._checks import check_instance, check_int, check_tensor, dtype_name
 from mla.cache.spec import check_latent_cache
 from mla.compute.absorb import absorb_query, expand_latent, project_output
-from mla.compute.kernels import KernelSet
+from mla.compute.kernels import KernelSet, Plan
 from mla.compute.merge import merge_attn_states
 from mla.errors import KernelError
 from mla.metadata.dims import MLADims
 from mla.metadata.records import DecodeMetadata, PrefillMetadata
 
-__all__ = ["check_attention_inputs", "decode", "prefill", "prefill_workspace_bytes"]
+__all__ = ["check_attention_inputs", "check_workspace", "decode", "prefill", "prefill_workspace_bytes"]
 
 
 def check_attention_inputs(
@@ -43,6 +43,10 @@ def check_attention_inputs(
     KernelError, CacheError
         Naming the argument.
     """
+    check_instance("kernels", kernels, KernelSet, KernelError)
+    check_instance("dims", dims, MLADims, KernelError)
+    if isinstance(q, torch.Tensor) and q.dtype not in kernels.dtypes:
+        raise KernelError(f"q: expected {' or '.join(map(dtype_name, kernels.dtypes))}, got {q.dtype}")
     bound = {"num_tokens": metadata.num_tokens, "num_heads": dims.num_heads, "qk_head_dim": dims.qk_head_dim}
     check_tensor(
         "q",
@@ -163,11 +167,12 @@ def prefill(
     KernelError, CacheError
         Arguments that do not fit each other or the kernel set.
     """
+    check_instance("metadata", metadata, PrefillMetadata, KernelError)
     check_attention_inputs(q, latent_cache, metadata, dims, kernels)
     bound = {"num_tokens": metadata.num_tokens, "kv_lora_rank": dims.kv_lora_rank, "qk_rope_head_dim": dims.qk_rope_head_dim}
     check_tensor("kv_c", kv_c, "(num_tokens, kv_lora_rank)", q.dtype, device=q.device, bound=bound, error=KernelError)
     check_tensor("k_pe", k_pe, "(num_tokens, qk_rope_head_dim)", q.dtype, device=q.device, bound=bound, error=KernelError)
-    rows = _check_workspace(workspace, metadata, q, dims)
+    rows = check_workspace(workspace, metadata, q, dims)
 
     if latent_cache is not None and latent_cache.dtype != q.dtype:
         kv_c, k_pe = (x.to(latent_cache.dtype).to(q.dtype) for x in (kv_c, k_pe))
@@ -208,10 +213,27 @@ def prefill(
     return out.to(q.dtype), lse
 
 
-def _check_workspace(
+def check_workspace(
     workspace: torch.Tensor | None, metadata: PrefillMetadata, q: torch.Tensor, dims: MLADims
 ) -> torch.Tensor | None:
-    """The workspace for the context chunks, None where there are none."""
+    """The rows that the context chunks are gathered into: the caller's, or new ones; None where there are no chunks.
+
+    Parameters
+    ----------
+    workspace : torch.Tensor of shape (num_rows, latent_dim) or None
+        In the dtype of q, with rows for the largest chunk.
+    metadata : PrefillMetadata
+        Of the prompts.
+    q : torch.Tensor of shape (num_tokens, num_heads, qk_head_dim)
+        Its dtype and device.
+    dims : MLADims
+        Dimensions.
+
+    Raises
+    ------
+    KernelError
+        A workspace that is too small, or of another shape, dtype or device.
+    """
     needed = metadata.max_context_chunk_tokens
     if workspace is not None:
         check_tensor(
@@ -238,7 +260,7 @@ def decode(
     kv_b_proj: torch.Tensor,
     dims: MLADims,
     kernels: KernelSet,
-    plan: object | None = None,
+    plan: Plan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the decoding sequences: the query is folded into the latent space, the output folded back.
 
@@ -256,7 +278,7 @@ def decode(
         Dimensions and scale.
     kernels : KernelSet
         What runs.
-    plan : object or None
+    plan : Plan or None
         ``kernels.plan(metadata)``, made once for all layers; None makes it here.
 
     Returns
@@ -271,6 +293,7 @@ def decode(
     KernelError, CacheError
         Arguments that do not fit each other or the kernel set.
     """
+    check_instance("metadata", metadata, DecodeMetadata, KernelError)
     check_attention_inputs(q, latent_cache, metadata, dims, kernels)
     out, lse = kernels.paged_decode(
         absorb_query(q, kv_b_proj, dims),

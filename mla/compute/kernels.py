@@ -8,7 +8,7 @@ from typing import Protocol
 import attrs
 import torch
 
-from mla._checks import dtype_name
+from mla._checks import check_instance, describe, dtype_name
 from mla.cache.paged import gather_latent_cache, write_latent_cache_
 from mla.errors import KernelError
 from mla.metadata.dims import MLADims
@@ -18,6 +18,7 @@ __all__ = [
     "GatherLatentCache",
     "KernelSet",
     "PagedDecode",
+    "Plan",
     "VarlenAttention",
     "WriteLatentCache",
     "explain",
@@ -41,7 +42,7 @@ class PagedDecode(Protocol):
         *,
         kv_lora_rank: int,
         softmax_scale: float,
-        plan: object | None = None,
+        plan: Plan | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the kernel.
 
@@ -57,7 +58,7 @@ class PagedDecode(Protocol):
             Columns of a value.
         softmax_scale : float
             Factor on q.k.
-        plan : object or None
+        plan : Plan or None
             What `KernelSet.plan` made of this metadata; None makes it here.
 
         Returns
@@ -131,7 +132,15 @@ class GatherLatentCache(Protocol):
         """Copy the rows at `slots` to the head of `out` and return it."""
 
 
-def _no_plan(metadata: DecodeMetadata) -> object | None:
+class Plan(Protocol):
+    """What a kernel set derives from the metadata of one step: made once, used by every layer."""
+
+    @property
+    def metadata(self) -> DecodeMetadata:
+        """The very record that it was made of; it serves no other."""
+
+
+def _no_plan(metadata: DecodeMetadata) -> Plan | None:
     return None
 
 
@@ -173,14 +182,34 @@ class KernelSet:
     varlen_attention: VarlenAttention
     write_latent_cache_: WriteLatentCache = write_latent_cache_
     gather_latent_cache: GatherLatentCache = gather_latent_cache
-    plan: Callable[[DecodeMetadata], object | None] = _no_plan
+    plan: Callable[[DecodeMetadata], Plan | None] = _no_plan
     page_size: int | None = None
     objection: Callable[[MLADims], str | None] = _no_objection
     remark: str = ""
 
+    def check_plan(self, plan: Plan | None, metadata: DecodeMetadata | None) -> None:
+        """Refuse a plan that was not made of this very record; None is no plan.
+
+        Raises
+        ------
+        KernelError
+            Something else, or the plan of another record.
+        """
+        if plan is None:
+            return
+        if not hasattr(plan, "metadata"):
+            raise KernelError(f"plan: expected what {self.name}.plan(metadata.decode) returns, got {describe(plan)}")
+        if plan.metadata is not metadata:
+            raise KernelError(f"plan: expected {self.name}.plan(metadata.decode) of this step, got the plan of another record")
+
 
 def explain(kernels: KernelSet, *, dims: MLADims | None = None, dtype: torch.dtype | None = None) -> str:
     """One sentence on what `kernels` will do with such a model, or why it will not.
+
+    Raises
+    ------
+    KernelError
+        Arguments of another type.
 
     Examples
     --------
@@ -188,6 +217,9 @@ def explain(kernels: KernelSet, *, dims: MLADims | None = None, dtype: torch.dty
     >>> explain(kernel_set("CPU_MLA"), dtype=torch.int8)
     'CPU_MLA does not run: dtype: expected float64, float32, bfloat16 or float16, got int8'
     """
+    check_instance("kernels", kernels, KernelSet, KernelError)
+    if dims is not None:
+        check_instance("dims", dims, MLADims, KernelError)
     if dtype is not None and dtype not in kernels.dtypes:
         names = [dtype_name(d) for d in kernels.dtypes]
         allowed = " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

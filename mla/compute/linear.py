@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from mla._checks import check_tensor
+from mla._checks import check_floating, check_tensor
 from mla.errors import KernelError
 
 __all__ = ["head_linear", "linear"]
@@ -50,6 +50,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         Shapes, dtypes or devices that do not fit.
     """
     bound = check_tensor("x", x, "(num_tokens, in_features)", error=KernelError)
+    check_floating("x", x, KernelError)
     check_tensor("weight", weight, "(out_features, in_features)", x.dtype, bound=bound, device=x.device, error=KernelError)
     if bias is not None:
         check_tensor("bias", bias, "(out_features,)", x.dtype, bound=bound, device=x.device, error=KernelError)
@@ -78,6 +79,7 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         Shapes, dtypes or devices that do not fit.
     """
     bound = check_tensor("x", x, "(num_tokens, num_heads, in_features)", error=KernelError)
+    check_floating("x", x, KernelError)
     check_tensor(
         "weight", weight, "(num_heads, in_features, out_features)", x.dtype, bound=bound, device=x.device, error=KernelError
     )

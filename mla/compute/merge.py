@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mla._checks import check_tensor
+from mla._checks import check_floating, check_tensor
 from mla.errors import KernelError
 
 __all__ = ["merge_attn_states"]
@@ -57,6 +57,8 @@ def merge_attn_states(
     bound = check_tensor("prefix_out", prefix_out, shape, error=KernelError)
     device = prefix_out.device
     check_tensor("suffix_out", suffix_out, shape, bound=bound, device=device, error=KernelError)
+    for name, out in (("prefix_out", prefix_out), ("suffix_out", suffix_out)):
+        check_floating(name, out, KernelError)
     for name, lse in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse)):
         check_tensor(name, lse, "(num_tokens, num_heads)", floats, bound=bound, device=device, error=KernelError)
     if prefix_lse.dtype != suffix_lse.dtype:

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 
+from mla.compute.kernels import Plan
 from mla.errors import KernelError
 from mla.metadata.dims import MLADims
 from mla.metadata.records import DecodeMetadata, PrefillMetadata
@@ -91,7 +92,7 @@ def paged_decode(
     *,
     kv_lora_rank: int,
     softmax_scale: float,
-    plan: object | None = None,
+    plan: Plan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`mla.compute.kernels.PagedDecode` in float64.
 
@@ -107,7 +108,7 @@ def paged_decode(
         Columns of a value.
     softmax_scale : float
         Factor on q.k.
-    plan : object or None
+    plan : Plan or None
         Not used here; part of the contract.
 
     Returns

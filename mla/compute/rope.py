@@ -7,13 +7,24 @@ import math
 import attrs
 import torch
 
-from mla._checks import check_int, check_record, check_tensor, tensor
+from mla._checks import (
+    as_device,
+    check_floating,
+    check_instance,
+    check_int,
+    check_record,
+    check_tensor,
+    describe,
+    named_fields,
+    tensor,
+)
 from mla.errors import KernelError
 from mla.metadata.dims import RopeSpec
 
 __all__ = ["RopeTable", "apply_rope", "rope_frequencies", "rope_table"]
 
 
+@named_fields(KernelError)
 @attrs.frozen(kw_only=True, eq=False)
 class RopeTable:
     """cos and sin of every position, as `rope_table` makes them.
@@ -37,10 +48,12 @@ class RopeTable:
 
     def __attrs_post_init__(self) -> None:
         check_record(self, KernelError)
-        for name in ("cos", "sin"):
-            check_tensor(
-                name, getattr(self, name), "(max_len, num_frequencies)", (torch.float32, torch.float64), error=KernelError
-            )
+        if self.cos.dtype not in (torch.float32, torch.float64):
+            raise KernelError(f"cos: expected float32 or float64, got {self.cos.dtype}")
+        if self.sin.dtype != self.cos.dtype:
+            raise KernelError(f"sin: expected {self.cos.dtype} as cos has, got {self.sin.dtype}")
+        if not isinstance(self.interleaved, bool):
+            raise KernelError(f"interleaved: expected True or False, got {describe(self.interleaved)}")
 
     @property
     def max_len(self) -> int:
@@ -96,26 +109,28 @@ def rope_table(
     Raises
     ------
     KernelError
-        `max_len` below 1 or another dtype.
+        `max_len` below 1, another dtype, or no such device.
 
     Examples
     --------
     >>> rope_table(RopeSpec(dim=64, interleaved=True), 4096).cos.shape
     torch.Size([4096, 32])
     """
+    check_instance("spec", spec, RopeSpec, KernelError)
     check_int("max_len", max_len, low=1, error=KernelError)
+    where = as_device("device", device, KernelError)
     if dtype not in (torch.float32, torch.float64):
         raise KernelError(f"dtype: expected float32 or float64, got {dtype}")
     angles = torch.arange(max_len, dtype=torch.float64)[:, None] * rope_frequencies(spec)
     factor = 1.0 if spec.yarn is None else spec.yarn.rotation_factor
-    cos, sin = ((f(angles) * factor).to(device, dtype) for f in (torch.cos, torch.sin))
+    cos, sin = ((f(angles) * factor).to(where, dtype) for f in (torch.cos, torch.sin))
     return RopeTable(cos=cos, sin=sin, interleaved=spec.interleaved)
 
 
 def apply_rope(x: torch.Tensor, positions: torch.Tensor, table: RopeTable) -> torch.Tensor:
     """Turn each pair of columns by its position's angle; the columns keep their places.
 
-    Computed in the table's dtype (float32 at least) and returned in the dtype of `x`.
+    Computed in the table's dtype and returned in the dtype of `x`; float64 needs a float64 table.
 
     Parameters
     ----------
@@ -136,8 +151,12 @@ def apply_rope(x: torch.Tensor, positions: torch.Tensor, table: RopeTable) -> to
     KernelError
         Shapes, dtypes or devices that do not fit; on the CPU also a position outside the table.
     """
+    check_instance("table", table, RopeTable, KernelError)
     shape = "(num_tokens, num_heads, dim)" if isinstance(x, torch.Tensor) and x.dim() == 3 else "(num_tokens, dim)"
     bound = check_tensor("x", x, shape, bound={"dim": 2 * table.cos.shape[1]}, device=table.cos.device, error=KernelError)
+    check_floating("x", x, KernelError)
+    if x.dtype == torch.float64 and table.cos.dtype != torch.float64:
+        raise KernelError(f"table: expected float64 for float64 columns, got {table.cos.dtype}")
     check_tensor("positions", positions, "(num_tokens,)", torch.int64, bound=bound, device=x.device, error=KernelError)
     if x.device.type == "cpu" and positions.numel():
         low, high = int(positions.min()), int(positions.max())

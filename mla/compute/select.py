@@ -5,9 +5,10 @@ from __future__ import annotations
 import attrs
 import torch
 
+from mla._checks import as_device
 from mla.cache.spec import CACHE_DTYPES
 from mla.compute import cpu, reference
-from mla.compute.kernels import KernelSet, explain, refuse_features
+from mla.compute.kernels import KernelSet, Plan, explain, refuse_features
 from mla.errors import KernelError
 from mla.metadata.dims import MLADims
 from mla.metadata.records import DecodeMetadata
@@ -15,7 +16,7 @@ from mla.metadata.records import DecodeMetadata
 __all__ = ["KERNEL_SETS", "kernel_set", "kernels_for"]
 
 
-def _plan_cpu(metadata: DecodeMetadata) -> object:
+def _plan_cpu(metadata: DecodeMetadata) -> Plan:
     return cpu.plan_decode(metadata, metadata.block_size)
 
 
@@ -58,7 +59,7 @@ def kernel_set(name: str) -> KernelSet:
     KernelError
         An unknown name; the text lists those that exist.
     """
-    if name not in KERNEL_SETS:
+    if not isinstance(name, str) or name not in KERNEL_SETS:
         raise KernelError(f"name: expected one of {', '.join(KERNEL_SETS)}, got {name!r}")
     return KERNEL_SETS[name]
 
@@ -109,7 +110,7 @@ def kernels_for(
         logits_soft_cap=logits_soft_cap,
         attn_type=attn_type,
     )
-    kind = torch.device(device).type
+    kind = as_device("device", device, KernelError).type
     if kind not in DEFAULT_SETS:
         raise KernelError(
             f"device: expected {' or '.join(DEFAULT_SETS)}, got {kind!r}; kernel_set('TORCH') runs in plain torch on any device"

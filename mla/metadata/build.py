@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import attrs
 import numpy as np
 import torch
 
-from mla._checks import check_choice, check_int
+from mla._checks import as_device, as_items, check_choice, check_int
 from mla.errors import MetadataError
+from mla.metadata.batch import Batch, read_groups, refuse_shared_slots, refuse_wide_slots
 from mla.metadata.groups import SequenceGroup
 from mla.metadata.indexing import (
-    Int64Array,
     Piece,
-    RaggedTable,
     cut_at_equal_shares,
     cut_at_fixed_positions,
-    int_array,
     page_list,
     ragged_arange,
     start_locs,
@@ -66,25 +63,6 @@ def context_workspace_tokens(*, max_model_len: int, max_num_seqs: int, block_siz
             f"{block_size}), got {limit}"
         )
     return tokens
-
-
-@attrs.frozen(eq=False)
-class _Batch:
-    """All sequences of the groups as arrays; the first `num_prefills` are prompts."""
-
-    query_lens: Int64Array
-    context_lens: Int64Array
-    table: RaggedTable | None
-    num_prefills: int
-    seq_ids: list[int]
-
-    @property
-    def seq_lens(self) -> Int64Array:
-        return self.query_lens + self.context_lens
-
-    def rows(self, first: int, last: int) -> _Batch:
-        table = None if self.table is None else self.table.rows(first, last)
-        return _Batch(self.query_lens[first:last], self.context_lens[first:last], table, 0, self.seq_ids[first:last])
 
 
 def build_metadata(
@@ -144,15 +122,19 @@ def build_metadata(
     >>> metadata.slot_mapping.tolist()
     [20, 21, 22, 8]
     """
-    check_int("block_size", block_size, low=1, error=MetadataError)
+    sizes = _check_numbers(block_size, page_sizes, context_chunk_tokens, max_blocks_per_seq)
+    target = as_device("device", device, MetadataError)
     check_choice("chunk_policy", chunk_policy, _POLICIES, MetadataError)
-    sizes = [check_int(f"page_sizes[{i}]", size, low=1, error=MetadataError) for i, size in enumerate(page_sizes)]
-    group_list = list(groups)
-    batch = _read_groups(group_list, block_size, max_blocks_per_seq)
+    if context_workspace_tokens is None:
+        context_workspace_tokens = context_chunk_tokens
+    least = 1 if chunk_policy == "equal_shares" else context_chunk_tokens
+    check_int("context_workspace_tokens", context_workspace_tokens, low=least, error=MetadataError)
+    group_list = as_items("groups", groups, MetadataError)
+    batch = read_groups(group_list, block_size, max_blocks_per_seq)
     split, total = batch.num_prefills, len(batch.query_lens)
     num_decodes = total - split
     if pad_decodes_to is not None:
-        check_int("pad_decodes_to", pad_decodes_to, low=max(num_decodes, 1), error=MetadataError)
+        check_int("pad_decodes_to", pad_decodes_to, low=max(num_decodes, 1), high=2**31 - 1, error=MetadataError)
         if batch.table is None:
             raise MetadataError(f"pad_decodes_to: expected None on a profile run, got {pad_decodes_to}")
     rows = num_decodes if pad_decodes_to is None else pad_decodes_to
@@ -163,8 +145,9 @@ def build_metadata(
     if batch.table is None:
         slots = np.full(len(positions), -1, np.int64)
     else:
+        refuse_wide_slots(batch.table, block_size)
         slots = table_slots(batch.table, batch.query_lens, batch.context_lens, block_size)
-        _refuse_shared_slots(slots, batch)
+        refuse_shared_slots(slots, batch, batch.table, block_size)
     buffer = HostBuffer()
     slot_ticket = buffer.add(np.concatenate([slots, np.full(pad_tokens, -1, np.int64)]))
     position_ticket = buffer.add(np.concatenate([positions, np.zeros(pad_tokens, np.int64)]))
@@ -178,7 +161,7 @@ def build_metadata(
     if rows:
         decode_draft = _Draft(buffer, batch.rows(split, total), rows, block_size, sizes)
 
-    buffer.move(torch.device(device))
+    buffer.move(target)
     slot_mapping, token_positions = buffer.take(slot_ticket), buffer.take(position_ticket)
     num_prompt_tokens = int(batch.query_lens[:split].sum())
     prefill = decode = None
@@ -199,99 +182,23 @@ def build_metadata(
     )
 
 
-def _read_groups(groups: list[SequenceGroup], block_size: int, max_blocks_per_seq: int | None) -> _Batch:
-    """Flatten the groups and refuse what contradicts itself."""
-    if not groups:
-        raise MetadataError("groups: expected at least one sequence group, got none")
-    for i, group in enumerate(groups):
-        if not isinstance(group, SequenceGroup):
-            raise MetadataError(f"groups[{i}]: expected a SequenceGroup, got {type(group).__name__}")
-        if group.sliding_window is not None:
-            raise MetadataError(
-                f"sliding_window: expected None (not supported by MLA here), got {group.sliding_window} in groups[{i}]"
-            )
-        if i and group.is_prompt and not groups[i - 1].is_prompt:
-            raise MetadataError(f"groups: expected prompts before decoding sequences, got prompt groups[{i}] after a decode")
-    query_lens = int_array("query_lens", [n for group in groups for n in group.query_lens])
-    context_lens = int_array("context_lens", [n for group in groups for n in group.context_lens])
-    seq_ids: list[int] = []
-    for group in groups:
-        first = len(seq_ids)
-        seq_ids.extend(group.seq_ids if group.seq_ids is not None else range(first, first + len(group.query_lens)))
-    total = query_lens + context_lens
-    if any(group.seq_lens is not None for group in groups):
-        said = [m for g in groups for m in (g.seq_lens or map(int.__add__, g.query_lens, g.context_lens))]
-        wrong = np.flatnonzero(int_array("seq_lens", said) != total)
-        if wrong.size:
-            i = int(wrong[0])
-            raise MetadataError(
-                f"seq_lens: expected context {context_lens[i]} + query {query_lens[i]} = {total[i]} for sequence "
-                f"{seq_ids[i]}, got {said[i]}"
-            )
-    num_prefills = sum(len(group.query_lens) for group in groups if group.is_prompt)
-    table = _read_tables(groups, seq_ids, total, block_size, max_blocks_per_seq)
-    return _Batch(query_lens, context_lens, table, num_prefills, seq_ids)
-
-
-def _read_tables(
-    groups: list[SequenceGroup], seq_ids: list[int], seq_lens: Int64Array, block_size: int, max_blocks_per_seq: int | None
-) -> RaggedTable | None:
-    """The block ids of all sequences, or None on a profile run."""
-    without = [i for i, group in enumerate(groups) if group.block_ids is None]
-    if without:
-        for i in without:
-            if not groups[i].is_prompt or groups[i].prefix_cache_hit:
-                what = "a decoding group" if not groups[i].is_prompt else "a group with prefix_cache_hit"
-                raise MetadataError(f"block_ids: expected blocks for {what}, got None in groups[{i}]")
-        if len(without) < len(groups):
-            raise MetadataError(
-                f"block_ids: expected blocks for all groups or for none (profile run), got None in groups[{without[0]}]"
-            )
-        return None
-    tables = [ids for group in groups for ids in (group.block_ids or ())]
-    for i, ids in enumerate(tables):
-        if ids is None:
-            raise MetadataError(f"block_ids: expected blocks for sequence {seq_ids[i]}, got None")
-    table = RaggedTable.of(tables)
-    needed = -(-seq_lens // block_size)
-    limit = None
+def _check_numbers(
+    block_size: int, page_sizes: Sequence[int], context_chunk_tokens: int, max_blocks_per_seq: int | None
+) -> list[int]:
+    """Refuse numbers that no batch could use; returns the page sizes."""
+    check_int("block_size", block_size, low=1, error=MetadataError)
+    check_int("context_chunk_tokens", context_chunk_tokens, low=1, error=MetadataError)
     if max_blocks_per_seq is not None:
-        limit = check_int("max_blocks_per_seq", max_blocks_per_seq, low=1, error=MetadataError)
-        if needed.max() > limit:
-            i = int(np.argmax(needed > limit))
-            raise MetadataError(
-                f"max_blocks_per_seq: expected at least {needed[i]} for the {seq_lens[i]} tokens of sequence {seq_ids[i]}, "
-                f"got {limit}"
-            )
-    short = np.flatnonzero(table.counts < needed)
-    if short.size:
-        i = int(short[0])
-        raise MetadataError(
-            f"block_ids: expected at least {needed[i]} blocks of {block_size} for the {seq_lens[i]} tokens of sequence "
-            f"{seq_ids[i]}, got {table.counts[i]}"
-        )
-    return table if limit is None else table.cut(np.minimum(table.counts, limit))
+        check_int("max_blocks_per_seq", max_blocks_per_seq, low=1, error=MetadataError)
+    sizes = as_items("page_sizes", page_sizes, MetadataError)
+    for i, size in enumerate(sizes):
+        check_int(f"page_sizes[{i}]", size, low=1, error=MetadataError)
+        if block_size % size:
+            raise MetadataError(f"page_sizes: expected divisors of block_size {block_size}, got {size}")
+    return sizes
 
 
-def _refuse_shared_slots(slots: Int64Array, batch: _Batch) -> None:
-    order = np.argsort(slots, kind="stable")
-    same = np.flatnonzero(slots[order][1:] == slots[order][:-1])
-    if same.size:
-        first, second = (int(np.searchsorted(np.cumsum(batch.query_lens), order[same[0] + k], side="right")) for k in (0, 1))
-        raise MetadataError(
-            f"block_ids: expected a slot of its own for every new token, got slot {int(slots[order[same[0]]])} for "
-            f"sequences {batch.seq_ids[first]} and {batch.seq_ids[second]}"
-        )
-
-
-def _cut_context(
-    prompts: _Batch, block_size: int, chunk_tokens: int, workspace_tokens: int | None, policy: str
-) -> list[list[Piece]]:
-    check_int("context_chunk_tokens", chunk_tokens, low=1, error=MetadataError)
-    if workspace_tokens is None:
-        workspace_tokens = chunk_tokens
-    low = 1 if policy == "equal_shares" else chunk_tokens
-    check_int("context_workspace_tokens", workspace_tokens, low=low, error=MetadataError)
+def _cut_context(prompts: Batch, block_size: int, chunk_tokens: int, workspace_tokens: int, policy: str) -> list[list[Piece]]:
     if prompts.table is None:
         return []
     if policy == "equal_shares":
@@ -302,7 +209,7 @@ def _cut_context(
 class _Draft:
     """One part of the batch: its arrays are in the buffer, its tensors exist once the buffer has moved."""
 
-    def __init__(self, buffer: HostBuffer, part: _Batch, rows: int, block_size: int, page_sizes: list[int]) -> None:
+    def __init__(self, buffer: HostBuffer, part: Batch, rows: int, block_size: int, page_sizes: list[int]) -> None:
         self._buffer = buffer
         self._numbers = {
             "block_size": block_size,
@@ -350,7 +257,7 @@ class _Draft:
 class _ChunkDraft:
     """One pass over the context, from the first to the last prompt that has a piece in it."""
 
-    def __init__(self, buffer: HostBuffer, prompts: _Batch, pieces: list[Piece], block_size: int) -> None:
+    def __init__(self, buffer: HostBuffer, prompts: Batch, pieces: list[Piece], block_size: int) -> None:
         first, last = pieces[0].seq, pieces[-1].seq + 1
         kv_lens, starts = np.zeros(last - first, np.int64), np.zeros(last - first, np.int64)
         for piece in pieces:

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from mla._checks import check_int, check_positive_float
+from mla._checks import check_int, check_positive_float, named_fields
 from mla.errors import DimsError
 
 __all__ = ["MLADims", "RopeSpec", "YarnSpec", "yarn_mscale"]
@@ -40,6 +40,7 @@ def _not_negative(_: object, attribute: attrs.Attribute[float], value: float) ->
         raise DimsError(f"{attribute.name}: expected a finite number >= 0, got {value!r}")
 
 
+@named_fields(DimsError)
 @attrs.frozen(kw_only=True)
 class YarnSpec:
     """Numbers of the YaRN context extension, named as in the model configs.
@@ -47,7 +48,7 @@ class YarnSpec:
     Parameters
     ----------
     factor : float
-        New context length over the original one.
+        New context length over the original one, at least 1.
     original_max_position_embeddings : int
         Original context length in tokens.
     beta_fast, beta_slow : float
@@ -69,6 +70,12 @@ class YarnSpec:
     mscale: float = attrs.field(default=1.0, validator=_not_negative)
     mscale_all_dim: float = attrs.field(default=0.0, validator=_not_negative)
 
+    def __attrs_post_init__(self) -> None:
+        if self.factor < 1:
+            raise DimsError(f"factor: expected a number >= 1, got {self.factor!r}")
+        if self.beta_fast <= self.beta_slow:
+            raise DimsError(f"beta_fast: expected more than beta_slow {self.beta_slow!r}, got {self.beta_fast!r}")
+
     @property
     def rotation_factor(self) -> float:
         """Factor on cos and sin."""
@@ -80,6 +87,7 @@ class YarnSpec:
         return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
 
 
+@named_fields(DimsError)
 @attrs.frozen(kw_only=True)
 class RopeSpec:
     """Rotary position embedding of the `qk_rope_head_dim` columns.
@@ -99,7 +107,7 @@ class RopeSpec:
     Raises
     ------
     DimsError
-        An odd `dim`, or a number out of range.
+        An odd `dim`, or a number out of range; YaRN needs ``theta > 1``.
     """
 
     dim: int = attrs.field(validator=_count(2))
@@ -122,7 +130,12 @@ class RopeSpec:
         if value is not None and not isinstance(value, YarnSpec):
             raise DimsError(f"yarn: expected a YarnSpec or None, got {value!r}")
 
+    def __attrs_post_init__(self) -> None:
+        if self.yarn is not None and self.theta <= 1:
+            raise DimsError(f"theta: expected a number > 1 with YaRN, got {self.theta!r}")
 
+
+@named_fields(DimsError)
 @attrs.frozen(kw_only=True)
 class MLADims:
     """Dimensions of one Multi-head Latent Attention layer, named as in the model configs.
@@ -173,8 +186,9 @@ class MLADims:
     def _default_softmax_scale(self) -> float:
         # Runs before the validators, so it must survive values that they will refuse.
         factor = self.rope.yarn.softmax_factor if isinstance(self.rope, RopeSpec) and self.rope.yarn is not None else 1.0
-        width = self.qk_nope_head_dim + self.qk_rope_head_dim
-        return float(width**-0.5 * factor) if width > 0 else 1.0
+        parts = (self.qk_nope_head_dim, self.qk_rope_head_dim)
+        valid = all(isinstance(part, int) and part > 0 for part in parts)
+        return float(sum(parts) ** -0.5 * factor) if valid else 1.0
 
     @q_lora_rank.validator
     def _check_q_lora_rank(self, _: object, value: int | None) -> None:

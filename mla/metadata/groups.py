@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from mla._checks import check_int
+from mla._checks import check_instance, check_int, named_fields
 from mla.errors import MetadataError
 
 __all__ = ["BlockIds", "SequenceGroup", "decode_group", "prompt_group"]
@@ -17,14 +17,20 @@ __all__ = ["BlockIds", "SequenceGroup", "decode_group", "prompt_group"]
 BlockIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
-def _tuple_of_ints(values: Iterable[int] | int) -> tuple[int, ...]:
-    return (values,) if isinstance(values, int) else tuple(values)
+# Converters do not know their field: what is no sequence stays as it is, for `SequenceGroup` to refuse by name.
+def _ints(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values) if isinstance(values, Iterable) else values
 
 
-def _tuple_of_tables(tables: Iterable[BlockIds] | None) -> tuple[BlockIds, ...] | None:
-    return None if tables is None else tuple(tables)
+def _optional_ints(values: Iterable[int] | None) -> tuple[int, ...] | None:
+    return tuple(values) if isinstance(values, Iterable) else values
 
 
+def _optional_tables(tables: Iterable[BlockIds] | None) -> tuple[BlockIds, ...] | None:
+    return tuple(tables) if isinstance(tables, Iterable) else tables
+
+
+@named_fields(MetadataError)
 @attrs.frozen(kw_only=True, eq=False)
 class SequenceGroup:
     """Sequences that a scheduler treats alike: one prompt, or one or more samples of it that are being decoded.
@@ -53,15 +59,15 @@ class SequenceGroup:
     Raises
     ------
     MetadataError
-        Lists of different lengths.
+        Fields that are no sequences or of different lengths, or no sequence at all.
     """
 
     is_prompt: bool
-    query_lens: tuple[int, ...] = attrs.field(converter=_tuple_of_ints)
-    context_lens: tuple[int, ...] = attrs.field(converter=_tuple_of_ints)
-    block_ids: tuple[BlockIds, ...] | None = attrs.field(default=None, converter=_tuple_of_tables)
-    seq_lens: tuple[int, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_tuple_of_ints))
-    seq_ids: tuple[int, ...] | None = attrs.field(default=None, converter=attrs.converters.optional(_tuple_of_ints))
+    query_lens: tuple[int, ...] = attrs.field(converter=_ints)
+    context_lens: tuple[int, ...] = attrs.field(converter=_ints)
+    block_ids: tuple[BlockIds, ...] | None = attrs.field(default=None, converter=_optional_tables)
+    seq_lens: tuple[int, ...] | None = attrs.field(default=None, converter=_optional_ints)
+    seq_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_optional_ints)
     prefix_cache_hit: bool = False
     multi_modal_placeholder_map: Mapping[str, Any] | None = None
     sliding_window: int | None = None
@@ -69,8 +75,12 @@ class SequenceGroup:
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.is_prompt, bool):
             raise MetadataError(f"is_prompt: expected True or False, got {self.is_prompt!r}")
+        check_instance("query_lens", self.query_lens, tuple, MetadataError)
+        check_instance("context_lens", self.context_lens, tuple, MetadataError)
         for name in ("context_lens", "block_ids", "seq_lens", "seq_ids"):
             value = getattr(self, name)
+            if value is not None:
+                check_instance(name, value, tuple, MetadataError)
             if value is not None and len(value) != len(self.query_lens):
                 raise MetadataError(
                     f"{name}: expected {len(self.query_lens)} entries, one per entry of query_lens, got {len(value)}"
@@ -84,12 +94,18 @@ def prompt_group(
 ) -> SequenceGroup:
     """One prompt: `query_len` new tokens after `context_len` cached ones.
 
+    Raises
+    ------
+    MetadataError
+        A length that is not an int >= 0.
+
     Examples
     --------
     >>> prompt_group(5, [7, 2], context_len=16).is_prompt
     True
     """
     check_int("query_len", query_len, low=0, error=MetadataError)
+    check_int("context_len", context_len, low=0, error=MetadataError)
     return SequenceGroup(
         is_prompt=True,
         query_lens=(query_len,),
@@ -102,13 +118,18 @@ def prompt_group(
 def decode_group(seq_len: int, block_ids: BlockIds, *, query_len: int = 1, seq_id: int | None = None) -> SequenceGroup:
     """One decoding sequence of `seq_len` tokens, the last `query_len` of which are new.
 
+    Raises
+    ------
+    MetadataError
+        A length that is not an int >= 0, or more new tokens than tokens.
+
     Examples
     --------
     >>> decode_group(17, [7, 2]).context_lens
     (16,)
     """
     check_int("seq_len", seq_len, low=0, error=MetadataError)
-    check_int("query_len", query_len, low=0, error=MetadataError)
+    check_int("query_len", query_len, low=0, high=seq_len, error=MetadataError)
     return SequenceGroup(
         is_prompt=False,
         query_lens=(query_len,),

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from mla._checks import describe
 from mla.errors import MetadataError
 from mla.metadata.groups import BlockIds
 
@@ -31,6 +32,14 @@ Int32Array = npt.NDArray[np.int32]
 INT32_MAX = 2**31 - 1
 
 
+def _refuse_non_ints(field: str, items: BlockIds) -> None:
+    # A set of types is the one pass over many items that Python makes quickly.
+    if not set(map(type, items)) <= {int}:
+        for i, item in enumerate(items):
+            if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+                raise MetadataError(f"{field}[{i}]: expected an int in 0..{INT32_MAX}, got {item!r}")
+
+
 def int_array(field: str, values: Iterable[int]) -> Int64Array:
     """`values` as int64; anything but integers >= 0 that fit is refused with its index.
 
@@ -40,17 +49,15 @@ def int_array(field: str, values: Iterable[int]) -> Int64Array:
         Naming `field`, the index and the value.
     """
     items = list(values)
-    array = np.array(items) if items else np.zeros(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        for i, item in enumerate(items):
-            if isinstance(item, (bool, np.bool_)) or not isinstance(item, (int, np.integer)):
-                raise MetadataError(f"{field}[{i}]: expected an int >= 0, got {item!r}")
-        raise MetadataError(f"{field}: expected ints of at most {INT32_MAX}, got {items[:4]!r}")
+    _refuse_non_ints(field, items)
+    try:
+        array = np.array(items, np.int64)
+    except OverflowError:
+        array = np.array([min(max(int(item), -1), INT32_MAX + 1) for item in items], np.int64)
     if array.size and (array.min() < 0 or array.max() > INT32_MAX):
         i = int(np.argmax((array < 0) | (array > INT32_MAX)))
-        raise MetadataError(f"{field}[{i}]: expected an int in 0..{INT32_MAX}, got {int(array[i])}")
-    out: Int64Array = array.astype(np.int64, copy=False)
-    return out
+        raise MetadataError(f"{field}[{i}]: expected an int in 0..{INT32_MAX}, got {items[i]}")
+    return array
 
 
 def start_locs(field: str, lens: Int64Array) -> Int32Array:
@@ -106,6 +113,9 @@ class RaggedTable:
         MetadataError
             Ids that are not integers in ``0 .. 2**31 - 1``, or a table with more than one dimension.
         """
+        for i, table in enumerate(tables):
+            if isinstance(table, (str, bytes)) or not isinstance(table, (Sequence, np.ndarray)):
+                raise MetadataError(f"block_ids[{i}]: expected a sequence of ints, got {describe(table)}")
         counts = np.fromiter(map(len, tables), np.int64, len(tables))
         if tables and all(isinstance(table, np.ndarray) for table in tables):
             arrays: list[npt.NDArray[Any]] = [np.asarray(table) for table in tables]
@@ -114,17 +124,19 @@ class RaggedTable:
                     raise MetadataError(
                         f"block_ids[{i}]: expected a 1-D array of ints, got shape {array.shape} of {array.dtype}"
                     )
-            flat = np.concatenate(arrays).astype(np.int64, copy=False)
+            whole = np.concatenate(arrays)
         else:
+            for i, table in enumerate(tables):
+                _refuse_non_ints(f"block_ids[{i}]", table)
             try:
-                flat = np.fromiter(chain.from_iterable(tables), np.int64, int(counts.sum()))
-            except (TypeError, ValueError, OverflowError):
-                flat = np.concatenate([int_array(f"block_ids[{i}]", table) for i, table in enumerate(tables)])
-        if flat.size and (flat.min() < 0 or flat.max() > INT32_MAX):
-            where = int(np.argmax((flat < 0) | (flat > INT32_MAX)))
+                whole = np.fromiter(chain.from_iterable(tables), np.int64, int(counts.sum()))
+            except OverflowError:
+                whole = np.concatenate([int_array(f"block_ids[{i}]", table) for i, table in enumerate(tables)])
+        if whole.size and (whole.min() < 0 or whole.max() > INT32_MAX):
+            where = int(np.argmax((whole < 0) | (whole > INT32_MAX)))
             row = int(np.searchsorted(np.cumsum(counts), where, side="right"))
-            raise MetadataError(f"block_ids[{row}]: expected ids in 0..{INT32_MAX}, got {int(flat[where])}")
-        return cls(flat, counts)
+            raise MetadataError(f"block_ids[{row}]: expected ids in 0..{INT32_MAX}, got {int(whole[where])}")
+        return cls(whole.astype(np.int64, copy=False), counts)
 
     @property
     def starts(self) -> Int64Array:
@@ -173,10 +185,8 @@ def page_list(
     Raises
     ------
     MetadataError
-        A page size that does not divide the block size, or page numbers past int32.
+        Page numbers past int32.
     """
-    if block_size % page_size:
-        raise MetadataError(f"page_sizes: expected divisors of block_size {block_size}, got {page_size}")
     ratio = block_size // page_size
     num_pages = -(-seq_lens // page_size)
     used = table.cut(-(-seq_lens // block_size))

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 import attrs
 import torch
 
-from mla._checks import check_int, check_record, check_tensor, tensor
+from mla._checks import check_instance, check_int, check_record, check_tensor, describe, named_fields, tensor
 from mla.errors import MetadataError
 
 __all__ = ["ContextChunk", "DecodeMetadata", "MLAMetadata", "PagedKV", "PrefillMetadata"]
@@ -48,6 +48,7 @@ class _Record:
             check_int(name, getattr(self, name), low=0, error=MetadataError)
 
 
+@named_fields(MetadataError)
 @attrs.frozen(kw_only=True, eq=False)
 class PagedKV(_Record):
     """The block table in CSR form at a page size of its own, as AITER and FlashInfer take it.
@@ -79,6 +80,7 @@ class PagedKV(_Record):
         check_record(self, MetadataError)
 
 
+@named_fields(MetadataError)
 @attrs.frozen(kw_only=True, eq=False)
 class ContextChunk(_Record):
     """One pass over the context: pieces of consecutive prompts that are gathered and attended together.
@@ -129,6 +131,14 @@ class ContextChunk(_Record):
         return self.slots.shape[0]
 
 
+def _check_tuple(field: str, values: object, kind: type) -> None:
+    # A list could be changed later, and `to` would not see into it.
+    if not isinstance(values, tuple):
+        raise MetadataError(f"{field}: expected a tuple of {kind.__name__}, got {describe(values)}")
+    for i, value in enumerate(values):
+        check_instance(f"{field}[{i}]", value, kind, MetadataError)
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class _Part(_Record):
     query_start_loc: torch.Tensor = attrs.field(metadata=tensor("(num_seqs + 1,)", torch.int32))
@@ -147,6 +157,7 @@ class _Part(_Record):
         check_int("block_size", self.block_size, low=1, error=MetadataError)
         self._check_counts("max_query_len", "max_seq_len", "min_num_blocks")
         bound = check_record(self, MetadataError)
+        _check_tuple("paged_kv", self.paged_kv, PagedKV)
         sizes = [paged.page_size for paged in self.paged_kv]
         if len(set(sizes)) != len(sizes):
             raise MetadataError(f"paged_kv: expected one entry per page size, got page sizes {sizes}")
@@ -186,6 +197,7 @@ class _Part(_Record):
         raise MetadataError(f"paged_kv: expected page size {page_size}, got {have}; build with page_sizes=({page_size},)")
 
 
+@named_fields(MetadataError)
 @attrs.frozen(kw_only=True, eq=False)
 class PrefillMetadata(_Part):
     """The prompts of a batch.
@@ -232,9 +244,12 @@ class PrefillMetadata(_Part):
 
     def __attrs_post_init__(self) -> None:
         self._check_part()
+        _check_tuple("context_chunks", self.context_chunks, ContextChunk)
         if self.block_table is None and (self.context_chunks or self.paged_kv):
             raise MetadataError("block_table: expected a table for context_chunks and paged_kv, got None")
         for i, chunk in enumerate(self.context_chunks):
+            if chunk.slots.device != self.seq_lens.device:
+                raise MetadataError(f"context_chunks[{i}]: expected device {self.seq_lens.device}, got {chunk.slots.device}")
             past_seqs, past_tokens = chunk.first_seq + chunk.num_seqs, chunk.first_token + chunk.num_query_tokens
             if past_seqs > self.num_seqs or past_tokens > self.num_tokens:
                 raise MetadataError(
@@ -248,6 +263,7 @@ class PrefillMetadata(_Part):
         return max((chunk.num_kv_tokens for chunk in self.context_chunks), default=0)
 
 
+@named_fields(MetadataError)
 @attrs.frozen(kw_only=True, eq=False)
 class DecodeMetadata(_Part):
     """The decoding sequences of a batch, each with one or more new tokens.
@@ -293,6 +309,7 @@ class DecodeMetadata(_Part):
         self._check_counts("steps_left")
 
 
+@named_fields(MetadataError)
 @attrs.frozen(kw_only=True, eq=False)
 class MLAMetadata(_Record):
     """Metadata of one step: the prompts come first, then the decoding sequences.
@@ -333,13 +350,17 @@ class MLAMetadata(_Record):
         total = check_record(self, MetadataError)["num_tokens"]
         if self.prefill is None and self.decode is None:
             raise MetadataError("prefill, decode: expected at least one part, got None for both")
-        for name, part in (("prefill", self.prefill), ("decode", self.decode)):
+        for name, part, kind in (("prefill", self.prefill, PrefillMetadata), ("decode", self.decode, DecodeMetadata)):
             if part is None:
                 continue
+            check_instance(name, part, kind, MetadataError)
             if part.block_size != self.block_size:
                 raise MetadataError(f"{name}.block_size: expected {self.block_size}, got {part.block_size}")
             if part.seq_lens.device != self.positions.device:
                 raise MetadataError(f"{name}: expected device {self.positions.device}, got {part.seq_lens.device}")
+        with_blocks = self.decode is not None or (self.prefill is not None and self.prefill.block_table is not None)
+        if self.is_profile_run and with_blocks:
+            raise MetadataError("is_profile_run: expected False for sequences with blocks, got True")
         if self.num_prefill_tokens + self.num_decode_tokens != total:
             raise MetadataError(
                 f"slot_mapping: expected {self.num_prefill_tokens} prefill + {self.num_decode_tokens} decode tokens, "

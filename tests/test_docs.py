@@ -1,0 +1,55 @@
+"""What the documentation says is run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import mla
+
+README = Path(__file__).parent.parent / "README.md"
+MODULES = [mla.__name__, *(info.name for info in pkgutil.walk_packages(mla.__path__, "mla."))]
+WITH_EXAMPLES = {
+    "mla.cache.blocks",
+    "mla.cache.spec",
+    "mla.compute.kernels",
+    "mla.compute.merge",
+    "mla.compute.rope",
+    "mla.compute.select",
+    "mla.metadata.build",
+    "mla.metadata.dims",
+    "mla.metadata.groups",
+    "mla.metadata.indexing",
+}
+
+
+def test_docstring_examples_hold():
+    tried = set()
+    for name in MODULES:
+        module = importlib.import_module(name)
+        result = doctest.testmod(module, extraglobs={"torch": importlib.import_module("torch")})
+        assert result.failed == 0, name
+        if result.attempted:
+            tried.add(name)
+    assert tried >= WITH_EXAMPLES
+
+
+def test_the_readme_example_runs():
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 1
+    names: dict[str, object] = {}
+    exec(blocks[0], names)
+    assert names["out"].shape == (1, 16, 128)
+    assert names["lse"].isfinite().all()
+
+
+@pytest.mark.parametrize("command", ["make demo", "make test"])
+def test_the_readme_commands_exist(command):
+    makefile = (README.parent / "Makefile").read_text()
+    assert command in README.read_text()
+    assert re.search(rf"^{command.split()[1]}:", makefile, flags=re.MULTILINE)
