@@ -44,8 +44,10 @@ _NEW_NAME = re.compile(r"(?P<name>[a-z_0-9]*[a-z_][a-z_0-9]*)(?:\s*\+\s*(?P<plus
 
 
 @functools.lru_cache(maxsize=256)
-def _parsed(dim: str) -> ast.expr:
-    return ast.parse(dim, mode="eval").body
+def _parsed(shape: str) -> tuple[tuple[str, ast.expr], ...]:
+    """The entries of a shape, as text and as expressions."""
+    texts = [text.strip() for text in shape.removeprefix("(").removesuffix(")").split(",") if text.strip()]
+    return tuple((text, ast.parse(text, mode="eval").body) for text in texts)
 
 
 def _evaluate(node: ast.expr, bound: Mapping[str, int]) -> int | None:
@@ -77,11 +79,6 @@ class TensorSpec:
     shape: str
     dtype: torch.dtype | None
 
-    @property
-    def dims(self) -> tuple[str, ...]:
-        """The entries of `shape`."""
-        return tuple(d.strip() for d in self.shape.removeprefix("(").removesuffix(")").split(",") if d.strip())
-
 
 def tensor(shape: str, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
     """Metadata of an attrs field that holds a tensor: ``attrs.field(metadata=tensor("(n,)", torch.int32))``."""
@@ -93,20 +90,20 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_dims(field: str, shape: torch.Size, spec: TensorSpec, bound: dict[str, int], error: type[MLAError]) -> None:
-    got = tuple(shape)
-    if len(got) != len(spec.dims):
-        raise error(f"{field}: expected shape {spec.shape}, got {got}")
-    for size, dim in zip(got, spec.dims, strict=True):
-        want = _evaluate(_parsed(dim), bound)
-        if want is None and (new := _NEW_NAME.match(dim)):
+def _check_dims(field: str, got: torch.Size, shape: str, bound: dict[str, int], error: type[MLAError]) -> None:
+    dims = _parsed(shape)
+    if len(got) != len(dims):
+        raise error(f"{field}: expected shape {shape}, got {tuple(got)}")
+    for size, (text, expression) in zip(got, dims, strict=True):
+        want = _evaluate(expression, bound)
+        if want is None and (new := _NEW_NAME.match(text)):
             plus = int(new["plus"] or 0)
             if size >= plus:
                 bound[new["name"]] = size - plus
                 continue
         if size != want:
-            names = ", ".join(f"{name}={bound[name]}" for name in re.findall(r"[a-z_]\w*", spec.shape) if name in bound)
-            raise error(f"{field}: expected shape {spec.shape}{' with ' + names if names else ''}, got {got}")
+            names = ", ".join(f"{name}={bound[name]}" for name in re.findall(r"[a-z_]\w*", shape) if name in bound)
+            raise error(f"{field}: expected shape {shape}{' with ' + names if names else ''}, got {tuple(got)}")
 
 
 def check_tensor(
@@ -149,12 +146,14 @@ def check_tensor(
         Of class `error`, naming the field.
     """
     bound = {} if bound is None else bound
+    if torch.compiler.is_compiling():  # traced code has been checked when it ran eagerly
+        return bound
     if not isinstance(value, torch.Tensor):
         raise error(f"{field}: expected a torch.Tensor of shape {shape}, got {describe(value)}")
     allowed = (dtype,) if isinstance(dtype, torch.dtype) else dtype
     if allowed is not None and value.dtype not in allowed:
         raise error(f"{field}: expected {' or '.join(map(dtype_name, allowed))}, got {value.dtype}")
-    _check_dims(field, value.shape, TensorSpec(shape, None), bound, error)
+    _check_dims(field, value.shape, shape, bound, error)
     if device is not None and value.device != device:
         raise error(f"{field}: expected device {device}, got {value.device}")
     return bound

@@ -114,6 +114,7 @@ def attend(
     ):
         device = metadata.positions.device
         check_tensor(name, value, shape, q.dtype, bound=dict(sizes), device=device, error=KernelError)
+    kernels.check_gradients(q=q, kv_c_normed=kv_c_normed, k_pe=k_pe, kv_b_proj=kv_b_proj)
     split = metadata.num_prefill_tokens
     for part, rows in ((metadata.prefill, q[:split]), (metadata.decode, q[split:])):
         if part is not None:

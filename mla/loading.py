@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ def dims_from_config(config: Mapping[str, Any] | Any) -> MLADims:
     ----------
     config : mapping or object with ``to_dict``
         Of a DeepSeek-V2, DeepSeek-V3 or Kimi-K2 model. RoPE numbers may stand in ``rope_parameters`` or in ``rope_scaling`` and
-        ``rope_theta``.
+        ``rope_theta``. With only one of ``mscale`` and ``mscale_all_dim`` the factor on cos and sin is DeepSeek's own.
 
     Raises
     ------
@@ -93,6 +94,8 @@ def _rope_from_config(values: Mapping[str, Any], dim: int, *, interleaved: bool)
             raise WeightsError(f"rope_parameters: expected an entry {name} for yarn, got {', '.join(sorted(scaling))}")
     if scaling.get("truncate", True) is not True:
         raise WeightsError(f"truncate: expected true, got {scaling['truncate']!r}")
+    if "attention_factor" in scaling:
+        raise WeightsError(f"attention_factor: expected mscale and mscale_all_dim instead, got {scaling['attention_factor']!r}")
     length = _number(scaling, "original_max_position_embeddings")
     if not length.is_integer():
         raise WeightsError(f"original_max_position_embeddings: expected a whole number, got {length!r}")
@@ -189,7 +192,7 @@ def weights_from_state_dict(
     prefix : str
         What precedes ``kv_b_proj.weight`` in the names, such as ``"model.layers.3.self_attn."``.
     dtype : torch.dtype or None
-        Of the result; None keeps the checkpoint's (float32 for fp8).
+        Of the result; None takes the widest that occurs (float32 where a weight is fp8).
     device : torch.device or str or None
         Of the result; None keeps the checkpoint's.
 
@@ -221,11 +224,13 @@ def weights_from_state_dict(
         if weight.dtype not in FLOATS:
             allowed = " or ".join(map(dtype_name, FLOATS))
             raise WeightsError(f"{prefix + name}: expected {allowed} or float8_e4m3fn, got {weight.dtype}")
-        found[field] = weight.detach().to(device=where, dtype=dtype)
+        found[field] = weight.detach()
     extra = [name for name in state_dict if name.startswith(prefix) and name not in used and not name.endswith(_IGNORED)]
     if extra:
         raise WeightsError(f"state_dict: expected only MLA weights below {prefix!r}, got {', '.join(sorted(extra)[:8])}")
-    return MLAWeights(dims=dims, **found)
+    if dtype is None:
+        dtype = functools.reduce(torch.promote_types, [weight.dtype for weight in found.values()])
+    return MLAWeights(dims=dims, **{field: weight.to(device=where, dtype=dtype) for field, weight in found.items()})
 
 
 def load_weights(

@@ -4,9 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_io import GOLDEN_DIR, metadata_cases, state_cases
+from golden_io import GOLDEN_DIR, metadata_cases, section_cases
 
 FILE_KINDS = ("decode", "prefill", "layer", "merge", "fp8_dequant")
+SECTIONS = {
+    "workspace_case": ("state.json", "workspace"),
+    "alloc_case": ("state.json", "metadata_alloc"),
+    "capture_case": ("state.json", "capture"),
+    "replay_case": ("state.json", "replay"),
+    "lifecycle_fact": ("state.json", "lifecycle"),
+    "op_case": ("advance_step.json", "op"),
+    "step_case": ("advance_step.json", "metadata"),
+}
 
 
 def pytest_addoption(parser):
@@ -30,9 +39,11 @@ def pytest_generate_tests(metafunc):
     wanted = metafunc.fixturenames
     if "metadata_case" in wanted:
         metafunc.parametrize("metadata_case", metadata_cases(folder), ids=lambda case: case["id"])
-    if "workspace_case" in wanted:
-        cases = state_cases(folder, "workspace")
-        metafunc.parametrize("workspace_case", cases, ids=[f"workspace_{i}" for i in range(len(cases))])
+    for name, (file, section) in SECTIONS.items():
+        if name in wanted:
+            cases = section_cases(folder, file, section)
+            ids = [case["id"] if "id" in case else f"{section}_{i}" for i, case in enumerate(cases)]
+            metafunc.parametrize(name, cases, ids=ids)
     for kind in FILE_KINDS:
         if f"{kind}_file" in wanted:
             metafunc.parametrize(f"{kind}_file", sorted(folder.glob(f"{kind}_*.npz")), ids=lambda path: path.stem)

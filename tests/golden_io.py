@@ -64,10 +64,11 @@ def metadata_cases(folder: Path) -> list[dict[str, Any]]:
     return [case for path in sorted(folder.glob("metadata_*.json")) for case in json.loads(path.read_text())]
 
 
-def state_cases(folder: Path, section: str) -> list[dict[str, Any]]:
-    """The cases of one section of ``state.json``."""
-    path = folder / "state.json"
-    return json.loads(path.read_text())[section] if path.is_file() else []
+def section_cases(folder: Path, file: str, section: str) -> list[dict[str, Any]]:
+    """The cases of one section of ``state.json`` or ``advance_step.json``; a section of named facts is a case for each."""
+    path = folder / file
+    cases = json.loads(path.read_text()).get(section, []) if path.is_file() else []
+    return [{"id": name, "expected": fact} for name, fact in cases.items()] if isinstance(cases, dict) else cases
 
 
 def sequence_groups(case_input: dict[str, Any]) -> list[SequenceGroup]:

@@ -194,7 +194,7 @@ class Batch:
                     f"sequence {s.seq_id}, got {len(s.table)}"
                 )
         if self.pad_decodes_to is not None and self.pad_decodes_to < len(self.real_decodes):
-            return "17", f"pad_decodes_to: expected an int >= {len(self.real_decodes)}, got {self.pad_decodes_to}"
+            return "17", f"pad_decodes_to: expected an int in {len(self.real_decodes)}..2147483647, got {self.pad_decodes_to}"
         sharers = sum(s.context_len > 0 for s in self.prompts)
         if self.workspace is not None and sharers and self.workspace // sharers < self.block_size:
             return "13", (

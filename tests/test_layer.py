@@ -31,6 +31,7 @@ from mla import (
 )
 from mla.cache import copy_blocks_
 from mla.compute import apply_rope, linear
+from mla.errors import KernelError
 from mla.layer import rms_norm
 from mla.loading import dequantize_block_fp8
 
@@ -366,19 +367,36 @@ def test_without_gradients(monkeypatch, context):
 
 
 def test_the_cache_stores_detached_values(monkeypatch):
-    model = make_model(monkeypatch, F32)
+    model = make_model(monkeypatch, F64)
     model.weights.kv_a_proj_with_mqa.requires_grad_()
     cache = model.new_cache()
-    out = model.step(cache, [prompt_group(NUM_TOKENS, blocks_for(NUM_TOKENS))], model.hidden)
-    assert out.requires_grad
+    metadata = build_metadata([prompt_group(NUM_TOKENS, blocks_for(NUM_TOKENS))], block_size=cache.shape[1])
+    arguments = (model.hidden, model.weights, cache, metadata, model.table)
+    out, _ = mla_attention(*arguments, kernel_set("REFERENCE"))
+    out.sum().backward()
+    assert bool(model.weights.kv_a_proj_with_mqa.grad.isfinite().all())
     assert not cache.requires_grad
+    cache.fill_(torch.nan)
+    with pytest.raises(KernelError, match=r"kv_c_normed: expected no gradients with CPU_MLA .*, got requires_grad=True"):
+        mla_attention(*arguments, kernel_set("CPU_MLA"))
+    assert bool(cache.isnan().all())
+    with torch.no_grad():
+        mla_attention(*arguments, kernel_set("CPU_MLA"))
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class FakePlan:
+    """A plan that says who made it."""
+
+    metadata: object
+    maker: str
 
 
 def fake_kernels(calls):
     """A set whose kernels only look at shapes, and note how they were called."""
 
     def paged_decode(q, latent_cache, metadata, *, kv_lora_rank, softmax_scale, plan=None):
-        calls.append(("decode", q.shape[0], plan))
+        calls.append(("decode", q.shape[0], plan.maker))
         return q.new_empty(*q.shape[:2], kv_lora_rank), q.new_empty(q.shape[:2], dtype=F32)
 
     def varlen_attention(q, k, v, *, query_start_loc, kv_start_loc, max_query_len, max_kv_len, causal, softmax_scale):
@@ -391,7 +409,7 @@ def fake_kernels(calls):
         dtypes=(F32,),
         paged_decode=paged_decode,
         varlen_attention=varlen_attention,
-        plan=lambda metadata: f"plan of {metadata.num_seqs}",
+        plan=lambda metadata: FakePlan(metadata=metadata, maker="the kernel set"),
     )
 
 
@@ -419,7 +437,7 @@ def test_the_layer_reads_no_value_on_a_device(monkeypatch):
     table = rope_table(dims.rope, 64, "meta")
     out, lse = mla_attention(hidden, weights, cache, metadata, table, fake_kernels(calls))
     assert (out.shape, lse.shape) == ((13, weights.hidden_size), (13, dims.num_heads))
-    assert calls == [*FAKE_CALLS, ("decode", 5, "plan of 3")]
+    assert calls == [*FAKE_CALLS, ("decode", 5, "the kernel set")]
     with pytest.raises(RuntimeError, match="meta tensors"):
         metadata.positions.max().item()
 
@@ -440,11 +458,20 @@ def test_attend_reads_no_value_beside_its_kernels():
         )
         kv_b_proj = torch.empty(dims.num_heads * (dims.qk_nope_head_dim + dims.v_head_dim), dims.kv_lora_rank)
         out, _ = attend(
-            q, kv_c, k_pe, cache, metadata, kv_b_proj=kv_b_proj, dims=dims, kernels=kernels, plan="mine", workspace=workspace
+            q,
+            kv_c,
+            k_pe,
+            cache,
+            metadata,
+            kv_b_proj=kv_b_proj,
+            dims=dims,
+            kernels=kernels,
+            plan=FakePlan(metadata=metadata.decode, maker="the caller"),
+            workspace=workspace,
         )
         assert mode.is_our_fake(out)
     assert out.shape == (13, dims.num_heads, dims.v_head_dim)
-    assert calls == [("write", 13), *FAKE_CALLS, ("decode", 5, "mine")]
+    assert calls == [("write", 13), *FAKE_CALLS, ("decode", 5, "the caller")]
 
 
 def test_compiled_code_takes_records_as_arguments():

@@ -195,14 +195,15 @@ class BlockPool:
         """
         sequence, tokens = self[seq_id], self._tokens(token_ids)
         check_int("lookahead", lookahead, low=0, error=CacheError)
-        total = len(sequence.token_ids) + len(tokens)
+        held = len(sequence.token_ids)
+        total = held + len(tokens)
         blocks = list(sequence.block_ids)
-        written = range(len(sequence.token_ids) // self.block_size, min(-(-total // self.block_size), len(blocks)))
-        shared = [i for i in written if self.holders[blocks[i]] > 1]
-        missing = max(-(-(total + lookahead) // self.block_size) - len(blocks), 0)
-        pool, fresh = self._take(len(shared) + missing)
-        copies = tuple((blocks[i], fresh[k]) for k, i in enumerate(shared))
-        pool = pool._release([source for source, _ in copies])
+        wanted = -(-(total + lookahead) // self.block_size)
+        shared = [i for i in range(held // self.block_size, min(wanted, len(blocks))) if self.holders[blocks[i]] > 1]
+        pool, fresh = self._take(len(shared) + max(wanted - len(blocks), 0))
+        pool = pool._release([blocks[i] for i in shared])
+        # Only a block that holds tokens already has rows to copy.
+        copies = tuple((blocks[i], fresh[k]) for k, i in enumerate(shared) if i * self.block_size < held)
         for k, i in enumerate(shared):
             blocks[i] = fresh[k]
         grown = attrs.evolve(sequence, token_ids=sequence.token_ids + tokens, block_ids=(*blocks, *fresh[len(shared) :]))
@@ -234,7 +235,9 @@ class BlockPool:
         return attrs.evolve(self, sequences=sequences, block_of=block_of, digest_of=digest_of)
 
     def fork(self, seq_id: Hashable, new_id: Hashable) -> BlockPool:
-        """A second sequence with the same tokens on the same blocks; the first to write a shared block gets a copy.
+        """A second sequence with the same tokens on the same blocks; the first to append to a shared block gets a copy.
+
+        Look-ahead blocks stay with the first sequence.
 
         Raises
         ------
@@ -247,8 +250,10 @@ class BlockPool:
             raise CacheError(f"new_id: expected a new id, got {new_id!r}, which is in use")
         if sequence.num_new:
             raise CacheError(f"seq_id: expected a sequence with all tokens computed, got {sequence.num_new} left to compute")
-        pool = self._hold(sequence.block_ids)
-        return attrs.evolve(pool, sequences={**pool.sequences, new_id: sequence})
+        blocks = sequence.block_ids[: -(-len(sequence.token_ids) // self.block_size)]
+        pool = self._hold(blocks)
+        child = attrs.evolve(sequence, block_ids=blocks)
+        return attrs.evolve(pool, sequences={**pool.sequences, new_id: child})
 
     def free(self, seq_id: Hashable) -> BlockPool:
         """Let a sequence go; blocks that nobody else holds become free but can be found again until they are given away.

@@ -81,9 +81,10 @@ def _write_unchecked_(rows: torch.Tensor, values: torch.Tensor, slots: torch.Ten
     writable = (slots >= 0) & (slots < len(rows))
     first = writable.to(torch.int32).argmax()
     source = torch.where(writable, torch.arange(len(slots), device=slots.device), first)
-    # With no row to write, every index is `first`, which holds a bad slot: then row 0 gets its own value back.
-    target = torch.where(writable[first], slots[source], 0)
-    rows.index_put_((target,), torch.where(writable[first], values[source], rows[:1]))
+    # With no row to write, row 0 gets its own value back. Indexing with `first` would read it on the host.
+    some = writable.any()
+    target = torch.where(some, slots[source], 0)
+    rows.index_put_((target,), torch.where(some, values[source], rows[:1]))
 
 
 def gather_latent_cache(latent_cache: torch.Tensor, slots: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:

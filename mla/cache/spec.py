@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
-from mla._checks import FLOATS, as_device, check_instance, check_int, dtype_name, named_fields
+from mla._checks import FLOATS, as_device, check_instance, check_int, describe, dtype_name, named_fields
 from mla.errors import CacheError
 
 __all__ = ["CACHE_DTYPES", "LatentCacheSpec", "allocate_latent_cache", "check_latent_cache"]
@@ -106,7 +106,7 @@ def check_latent_cache(field: str, latent_cache: object) -> torch.Tensor:
         Naming `field`.
     """
     if not isinstance(latent_cache, torch.Tensor):
-        raise CacheError(f"{field}: expected a torch.Tensor, got {type(latent_cache).__name__}")
+        raise CacheError(f"{field}: expected a torch.Tensor, got {describe(latent_cache)}")
     if latent_cache.dim() != 3:
         raise CacheError(f"{field}: expected shape (num_blocks, block_size, latent_dim), got {tuple(latent_cache.shape)}")
     if latent_cache.dtype not in CACHE_DTYPES:

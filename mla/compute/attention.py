@@ -59,6 +59,7 @@ def check_attention_inputs(
     )
     if kernels.device_types and q.device.type not in kernels.device_types:
         raise KernelError(f"q: expected device {' or '.join(kernels.device_types)} for {kernels.name}, got {q.device}")
+    kernels.check_gradients(q=q)
     reason = kernels.objection(dims)
     if reason is not None:
         raise KernelError(reason)

@@ -171,6 +171,8 @@ class KernelSet:
         The `PagedKV` that `paged_decode` needs in the metadata; None for none.
     objection : callable
         ``objection(dims)``: why a model of these dimensions cannot run, as the end of a sentence, or None.
+    differentiable : bool
+        Whether autograd can go through the kernels.
     remark : str
         What `explain` adds about how it runs.
     """
@@ -185,7 +187,24 @@ class KernelSet:
     plan: Callable[[DecodeMetadata], Plan | None] = _no_plan
     page_size: int | None = None
     objection: Callable[[MLADims], str | None] = _no_objection
+    differentiable: bool = False
     remark: str = ""
+
+    def check_gradients(self, **tensors: torch.Tensor) -> None:
+        """Refuse inputs whose gradients this set would silently lose.
+
+        Raises
+        ------
+        KernelError
+            Naming the tensor, where gradients are recorded and the set does not compute them.
+        """
+        if self.differentiable or not torch.is_grad_enabled():
+            return
+        for name, tensor in tensors.items():
+            if tensor.requires_grad:
+                raise KernelError(
+                    f"{name}: expected no gradients with {self.name} (use torch.no_grad()), got requires_grad=True"
+                )
 
     def check_plan(self, plan: Plan | None, metadata: DecodeMetadata | None) -> None:
         """Refuse a plan that was not made of this very record; None is no plan.

@@ -10,8 +10,6 @@ This was observed with MKL's AVX-512 and oneDNN's AVX-512 and AMX code, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 
@@ -92,44 +90,47 @@ def _cpu_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x @ weight`` for x (batch, rows, K) and weight (batch, K, columns), cut as the module says."""
     if x.dtype not in K_STEP:
         return _cpu_product(x.float(), weight.float()).to(x.dtype)
-    batch, num_rows, depth = x.shape
-    columns = weight.shape[2]
+    num_rows, depth, columns = x.shape[1], x.shape[2], weight.shape[2]
     more_k, more_columns = max(-depth % K_MULTIPLE, K_MULTIPLE - depth), max(MIN_COLUMNS - columns, 0)
     if more_k or more_columns:
         weight = F.pad(weight, (0, more_columns, 0, more_k))
     x = F.pad(x, (0, more_k, 0, -num_rows % ROW_MULTIPLE))
-    out = x.new_empty(batch, x.shape[1], weight.shape[2])
-    for first in range(0, x.shape[1], ROWS_AT_A_TIME):
-        _sum_parts(x[:, first : first + ROWS_AT_A_TIME], weight, out[:, first : first + ROWS_AT_A_TIME])
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        out = _sum_parts(x, weight)
+    else:
+        out = x.new_empty(x.shape[0], x.shape[1], weight.shape[2])
+        for first in range(0, x.shape[1], ROWS_AT_A_TIME):
+            rows = slice(first, first + ROWS_AT_A_TIME)
+            _sum_parts(x[:, rows], weight, out[:, rows])
     return out[:, :num_rows, :columns]
 
 
-def _parts(x: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    step = K_STEP[x.dtype]
-    for k in range(0, x.shape[2], step):
-        yield x[..., k : k + step], weight[:, k : k + step]
-
-
-def _sum_parts(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def _sum_parts(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Parts in order; bfloat16 parts are rounded once each and added in float32."""
-    total = None
-    for i, (rows, columns) in enumerate(_parts(x, weight)):
-        if i and x.dtype != torch.bfloat16:
-            _batched_product(rows, columns, out, add=True)
+    step = K_STEP[x.dtype]
+    part = total = None
+    for k in range(0, x.shape[2], step):
+        rows, columns = x[..., k : k + step], weight[:, k : k + step]
+        if x.dtype != torch.bfloat16:
+            part = _batched_product(rows, columns, part, out)
             continue
-        _batched_product(rows, columns, out, add=False)
-        if x.dtype == torch.bfloat16 and x.shape[2] > K_STEP[x.dtype]:
-            total = out.float() if total is None else total.add_(out)
+        part = _batched_product(rows, columns, None, out)
+        if x.shape[2] > step:
+            total = part.float() if total is None else total + part
     if total is not None:
-        out.copy_(total)
+        return total.to(x.dtype) if out is None else out.copy_(total)
+    return x.new_zeros(x.shape[0], x.shape[1], weight.shape[2]) if part is None else part
 
 
-def _batched_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-    # A batch of one as a plain matrix product: bmm would copy a transposed weight.
-    if x.shape[0] == 1:
-        x, weight, out = x[0], weight[0], out[0]
-        torch.addmm(out, x, weight, out=out) if add else torch.mm(x, weight, out=out)
-    elif add:
-        torch.baddbmm(out, x, weight, out=out)
-    else:
-        torch.bmm(x, weight, out=out)
+def _batched_product(
+    x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """``before + x @ weight``, into `out` where that is given."""
+    if x.shape[0] == 1:  # as a plain matrix product: bmm would copy a transposed weight
+        into = None if out is None else out[0]
+        if before is None:
+            return torch.mm(x[0], weight[0], out=into)[None]
+        return torch.addmm(before[0], x[0], weight[0], out=into)[None]
+    if before is None:
+        return torch.bmm(x, weight, out=out)
+    return torch.baddbmm(before, x, weight, out=out)

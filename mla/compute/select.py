@@ -40,6 +40,7 @@ REFERENCE = KernelSet(
     dtypes=(torch.float64,),
     paged_decode=reference.paged_decode,
     varlen_attention=reference.varlen_attention,
+    differentiable=True,
     remark="the float64 specification, one loop per sequence, slow",
 )
 """`mla.compute.reference` as a set, to run a model on the specification."""

@@ -7,6 +7,7 @@ from operator import add
 import attrs
 import numpy as np
 
+from mla._checks import check_instance
 from mla.errors import MetadataError
 from mla.metadata.groups import SequenceGroup
 from mla.metadata.indexing import Int64Array, RaggedTable, int_array, start_locs
@@ -46,8 +47,7 @@ def read_groups(groups: list[SequenceGroup], block_size: int, max_blocks_per_seq
     if not groups:
         raise MetadataError("groups: expected at least one sequence group, got none")
     for i, group in enumerate(groups):
-        if not isinstance(group, SequenceGroup):
-            raise MetadataError(f"groups[{i}]: expected a SequenceGroup, got {type(group).__name__}")
+        check_instance(f"groups[{i}]", group, SequenceGroup, MetadataError)
         if group.sliding_window is not None:
             raise MetadataError(
                 f"sliding_window: expected None (not supported by MLA here), got {group.sliding_window} in groups[{i}]"

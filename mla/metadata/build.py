@@ -170,7 +170,7 @@ def build_metadata(
         prefill = PrefillMetadata(**fields, context_chunks=tuple(draft.record() for draft in chunk_drafts))
     if decode_draft is not None:
         fields = decode_draft.fields(slot_mapping[num_prompt_tokens:], token_positions[num_prompt_tokens:])
-        decode = DecodeMetadata(**fields, steps_left=decode_draft.steps_left)
+        decode = DecodeMetadata(**fields)
     return MLAMetadata(
         slot_mapping=slot_mapping,
         positions=token_positions,
@@ -227,11 +227,10 @@ class _Draft:
             "context_lens": buffer.add(context_lens.astype(np.int32)),
         }
         self._pages: list[tuple[int, list[Ticket]]] = []
-        self.steps_left = 0
         if part.table is None:
             return
         self._tickets["block_table"] = buffer.add(part.table.dense(rows))
-        self.steps_left = int((part.table.counts * block_size - part.seq_lens).min(initial=2**31 - 1))
+        self._numbers["steps_left"] = int((part.table.counts * block_size - part.seq_lens).min(initial=2**31 - 1))
         for size in page_sizes:
             counts, pages, last = page_list(part.table, part.seq_lens, block_size=block_size, page_size=size)
             padding = np.zeros(rows - len(counts), np.int64)

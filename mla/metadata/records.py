@@ -152,10 +152,11 @@ class _Part(_Record):
     max_seq_len: int
     min_num_blocks: int
     paged_kv: tuple[PagedKV, ...] = ()
+    steps_left: int = 0
 
     def _check_part(self) -> None:
         check_int("block_size", self.block_size, low=1, error=MetadataError)
-        self._check_counts("max_query_len", "max_seq_len", "min_num_blocks")
+        self._check_counts("max_query_len", "max_seq_len", "min_num_blocks", "steps_left")
         bound = check_record(self, MetadataError)
         _check_tuple("paged_kv", self.paged_kv, PagedKV)
         sizes = [paged.page_size for paged in self.paged_kv]
@@ -226,6 +227,8 @@ class PrefillMetadata(_Part):
         The table at the page sizes that were asked for.
     block_table : torch.Tensor of shape (num_seqs, max_blocks_per_seq), int32
         Blocks of each sequence, 0-padded; None on a profile run.
+    steps_left : int
+        Tokens that every prompt can still take in the blocks given, once it decodes.
     context_chunks : tuple of ContextChunk
         The passes over the context, in order; empty where no prompt has context.
     max_context_chunk_tokens : int
@@ -302,11 +305,9 @@ class DecodeMetadata(_Part):
     """
 
     block_table: torch.Tensor = attrs.field(metadata=tensor("(num_seqs, max_blocks_per_seq)", torch.int32))
-    steps_left: int = 0
 
     def __attrs_post_init__(self) -> None:
         self._check_part()
-        self._check_counts("steps_left")
 
 
 @named_fields(MetadataError)
