@@ -62,7 +62,7 @@ def assert_close(
     relative = _relative(_norm(difference), _norm(e[finite]))
     largest = float(difference.abs().max()) if difference.numel() else 0.0
     cosine = _cosine(a[finite], e[finite])
-    floor = -1.0 if rel is None else math.sqrt(max(1 - rel * rel, 0.0)) - 1e-14
+    floor = -1.0 if rel is None else math.sqrt(max(1 - rel * rel, 0.0)) - 1e-13
     failed = [
         what
         for what, bad in (

@@ -42,7 +42,7 @@ def pytest_generate_tests(metafunc):
     for name, (file, section) in SECTIONS.items():
         if name in wanted:
             cases = section_cases(folder, file, section)
-            ids = [case["id"] if "id" in case else f"{section}_{i}" for i, case in enumerate(cases)]
+            ids = [case.get("id", f"{section}_{i}") for i, case in enumerate(cases)]
             metafunc.parametrize(name, cases, ids=ids)
     for kind in FILE_KINDS:
         if f"{kind}_file" in wanted:

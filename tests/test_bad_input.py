@@ -1382,7 +1382,6 @@ LOADING = [
     Bad(
         "state_scales_shape", lambda w: w.from_state({KV_B: FP8, f"{KV_B}_scale_inv": torch.ones(2, 2)}), "scale_inv", "(2, 2)"
     ),
-    Bad("state_dtypes_mixed", lambda w: w.from_state({KV_B: values(32, 8).bfloat16()}), "kv_a_proj_with_mqa", "torch.float32"),
     Bad("state_array", lambda w: w.from_state({KV_B: np.ones((32, 8))}), KV_B, "ndarray"),
     Bad(
         "state_to_ints",

@@ -19,12 +19,15 @@ WITH_EXAMPLES = {
     "mla.cache.spec",
     "mla.compute.kernels",
     "mla.compute.merge",
+    "mla.compute.rocm_load",
+    "mla.compute.rocm_table",
     "mla.compute.rope",
     "mla.compute.select",
     "mla.metadata.build",
     "mla.metadata.dims",
     "mla.metadata.groups",
     "mla.metadata.indexing",
+    "mla.state",
 }
 
 

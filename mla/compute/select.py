@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 import torch
 
 from mla._checks import as_device
 from mla.cache.spec import CACHE_DTYPES
-from mla.compute import cpu, reference
+from mla.compute import cpu, reference, rocm
 from mla.compute.kernels import KernelSet, Plan, explain, refuse_features
 from mla.errors import KernelError
 from mla.metadata.dims import MLADims
@@ -45,11 +47,13 @@ REFERENCE = KernelSet(
 )
 """`mla.compute.reference` as a set, to run a model on the specification."""
 
-KERNEL_SETS: dict[str, KernelSet] = {kernels.name: kernels for kernels in (CPU_MLA, TORCH, REFERENCE)}
-"""Every kernel set by its name."""
-
-DEFAULT_SETS = {"cpu": "CPU_MLA"}
-"""The set that `kernels_for` gives for each type of device."""
+KERNEL_SETS: dict[str, Callable[[], KernelSet]] = {
+    "CPU_MLA": lambda: CPU_MLA,
+    "TORCH": lambda: TORCH,
+    "REFERENCE": lambda: REFERENCE,
+    "ROCM_AITER_MLA": rocm.make_kernel_set,
+}
+"""Every kernel set by its name; a set over a vendor's package imports that package when it is asked for."""
 
 
 def kernel_set(name: str) -> KernelSet:
@@ -58,11 +62,22 @@ def kernel_set(name: str) -> KernelSet:
     Raises
     ------
     KernelError
-        An unknown name; the text lists those that exist.
+        An unknown name, in which case the text lists those that exist, or a set whose package is missing.
     """
     if not isinstance(name, str) or name not in KERNEL_SETS:
         raise KernelError(f"name: expected one of {', '.join(KERNEL_SETS)}, got {name!r}")
-    return KERNEL_SETS[name]
+    return KERNEL_SETS[name]()
+
+
+def _default_name(device: torch.device) -> str:
+    """The set for a device: a fixed table, nothing is tried."""
+    if device.type == "cpu":
+        return "CPU_MLA"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "ROCM_AITER_MLA"
+    raise KernelError(
+        f"device: expected cpu or a ROCm GPU, got {device.type!r}; kernel_set('TORCH') runs in plain torch on any device"
+    )
 
 
 def kernels_for(
@@ -111,12 +126,13 @@ def kernels_for(
         logits_soft_cap=logits_soft_cap,
         attn_type=attn_type,
     )
-    kind = as_device("device", device, KernelError).type
-    if kind not in DEFAULT_SETS:
+    name = _default_name(as_device("device", device, KernelError))
+    try:
+        kernels = kernel_set(name)
+    except KernelError as error:
         raise KernelError(
-            f"device: expected {' or '.join(DEFAULT_SETS)}, got {kind!r}; kernel_set('TORCH') runs in plain torch on any device"
-        )
-    kernels = KERNEL_SETS[DEFAULT_SETS[kind]]
+            f"device: expected {name} for {device}, or kernel_set('TORCH') for plain torch, got {error}"
+        ) from error
     sentence = explain(kernels, dims=dims, dtype=dtype)
     if not sentence.startswith(f"{kernels.name} runs"):
         raise KernelError(sentence.removeprefix(f"{kernels.name} does not run: "))

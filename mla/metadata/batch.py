@@ -14,6 +14,8 @@ from mla.metadata.indexing import Int64Array, RaggedTable, int_array, start_locs
 
 __all__ = ["Batch", "read_groups", "refuse_shared_slots", "refuse_wide_slots"]
 
+DENSE_IDS = 1 << 24
+
 
 @attrs.frozen(eq=False)
 class Batch:
@@ -148,18 +150,29 @@ def refuse_shared_slots(slots: Int64Array, batch: Batch, table: RaggedTable, blo
             f"sequences {batch.seq_ids[first]} and {batch.seq_ids[second]}"
         )
     blocks, offsets = np.divmod(slots, block_size)
-    written = np.zeros(int(table.flat.max(initial=0)) + 1, bool)
-    written[blocks] = True
-    # Only blocks that are written matter from here on: as a rule one for each sequence.
-    places = np.flatnonzero(written[table.flat])
+    written, index = np.unique(blocks, return_inverse=True)
+    first_offset = np.full(len(written), block_size, np.int64)
+    np.minimum.at(first_offset, index, offsets)
+    # Only places in the tables whose block is written matter: as a rule one for each sequence.
+    places = np.flatnonzero(_contains(written, table.flat))
     rows = np.searchsorted(np.cumsum(table.counts), places, side="right")
     held = batch.context_lens[rows] - (places - table.starts[rows]) * block_size
-    first_offset = np.full(len(written), block_size, np.int64)
-    np.minimum.at(first_offset, blocks, offsets)
-    lost = np.flatnonzero(first_offset[table.flat[places]] < np.minimum(held, block_size))
+    overwritten = first_offset[np.searchsorted(written, table.flat[places])]
+    lost = np.flatnonzero(overwritten < np.minimum(held, block_size))
     if lost.size:
-        block = int(table.flat[places[lost[0]]])
+        slot = int(table.flat[places[lost[0]]]) * block_size + int(overwritten[lost[0]])
         raise MetadataError(
-            f"block_ids: expected no new token in the context of sequence {batch.seq_ids[int(rows[lost[0]])]}, got slot "
-            f"{block * block_size + int(first_offset[block])} written"
+            f"block_ids: expected no new token in the context of sequence {batch.seq_ids[int(rows[lost[0]])]}, got slot {slot} "
+            f"written"
         )
+
+
+def _contains(written: Int64Array, ids: Int64Array) -> np.typing.NDArray[np.bool_]:
+    """Whether each id is one of the sorted `written`."""
+    highest = int(written[-1]) if written.size else 0
+    if highest > DENSE_IDS:
+        return np.isin(ids, written)
+    # One table look-up an id is several times as fast as a search, and block ids are small numbers.
+    table = np.zeros(highest + 2, bool)
+    table[written] = True
+    return table[np.minimum(ids, highest + 1)]
