@@ -14,6 +14,7 @@ from compare import LSE_ABS, OUT_REL, assert_close
 from mla import attend, build_metadata, decode_group, kernel_set, prompt_group, validate_metadata_values
 from mla.cache import copy_blocks_, gather_latent_cache, swap_blocks_, write_latent_cache_
 from mla.compute import reference
+from mla.state import DecodeGraphState
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,3 +96,47 @@ def test_writes_and_moves_read_nothing_on_the_host():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert bool((cache.view(-1, 12)[31] == rows[3]).all())
+
+
+def decode_batch(seq_lens, tables, **options):
+    groups = [decode_group(n, table) for n, table in zip(seq_lens, tables, strict=True)]
+    return build_metadata(groups, block_size=16, page_sizes=(1, 16), **options)
+
+
+def assert_same_record(record, expected):
+    for name in ("slot_mapping", "positions"):
+        assert torch.equal(getattr(record, name).cpu(), getattr(expected, name))
+    for name in ("query_start_loc", "seq_start_loc", "seq_lens", "context_lens"):
+        assert torch.equal(getattr(record.decode, name).cpu(), getattr(expected.decode, name))
+    for size in (1, 16):
+        got, want = record.decode.paged_kv_of(size), expected.decode.paged_kv_of(size)
+        used = int(want.paged_kv_indptr[-1])
+        assert torch.equal(got.paged_kv_indptr.cpu(), want.paged_kv_indptr)
+        assert torch.equal(got.paged_kv_indices[:used].cpu(), want.paged_kv_indices[:used])
+        assert torch.equal(got.paged_kv_last_page_lens.cpu(), want.paged_kv_last_page_lens)
+
+
+def test_the_state_loads_steps_and_replays_without_the_host():
+    state = DecodeGraphState(max_num_seqs=4, max_seq_len=64, block_size=16, num_blocks=32, page_sizes=(1, 16), device="cuda")
+    with state.capture():
+        captured = state.metadata_for(4)
+    tables = ([3, 9, 4], [7, 1], [30, 2, 8])
+    batch = decode_batch([15, 16, 31], tables).pin_memory()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        state.load_(batch)
+        state.advance_()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_same_record(captured, decode_batch([16, 17, 32], tables, pad_decodes_to=4))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        state.advance_()  # warm-up outside of the graph
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state.advance_()
+    for _ in range(3):
+        graph.replay()
+    assert_same_record(captured, decode_batch([20, 21, 36], tables, pad_decodes_to=4))
