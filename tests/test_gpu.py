@@ -18,6 +18,7 @@ from mla.state import DecodeGraphState
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use"),
 ]
 
