@@ -21,6 +21,7 @@ from mla.metadata import (
     prompt_group,
     validate_metadata_values,
 )
+from mla.state import DecodeGraphState
 from mla.weights import MLAWeights
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockPool",
     "CacheError",
+    "DecodeGraphState",
     "DimsError",
     "KernelError",
     "KernelSet",

@@ -27,6 +27,7 @@ PUBLIC_NAMES = {
     "mla": [
         "BlockPool",
         "CacheError",
+        "DecodeGraphState",
         "DimsError",
         "KernelError",
         "KernelSet",
@@ -66,6 +67,7 @@ PUBLIC_NAMES = {
         "RopeSpec",
         "SequenceGroup",
         "YarnSpec",
+        "advance_step",
         "build_metadata",
         "context_workspace_tokens",
         "decode_group",

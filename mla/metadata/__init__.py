@@ -1,5 +1,6 @@
 """From what a scheduler knows to immutable metadata records."""
 
+from mla.metadata.advance import advance_step
 from mla.metadata.build import build_metadata, context_workspace_tokens
 from mla.metadata.dims import MLADims, RopeSpec, YarnSpec
 from mla.metadata.groups import SequenceGroup, decode_group, prompt_group
@@ -16,6 +17,7 @@ __all__ = [
     "RopeSpec",
     "SequenceGroup",
     "YarnSpec",
+    "advance_step",
     "build_metadata",
     "context_workspace_tokens",
     "decode_group",
