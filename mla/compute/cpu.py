@@ -1,8 +1,8 @@
 """The kernels of the CPU in plain torch: checks and entry points. They run on every device that torch runs on.
 
-The decode products are in `mla.compute.cpu_decode`, with the rule that keeps bits still; prefill is in
-`mla.compute.cpu_prefill`. float16 is computed in float32 and rounded at the end, because most CPUs have no fast float16
-product.
+What decode multiplies together is in `mla.compute.cpu_plan`, with the rule that keeps bits still, its products are in
+`mla.compute.cpu_decode`; prefill is in `mla.compute.cpu_prefill`. float16 is computed in float32 and rounded at the end,
+because most CPUs have no fast float16 product.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import math
 
 import torch
 
-from mla.compute import cpu_decode, cpu_prefill
-from mla.compute.cpu_decode import DecodePlan, Workspace
+from mla.compute import cpu_decode, cpu_plan, cpu_prefill
+from mla.compute.cpu_plan import DecodePlan
+from mla.compute.cpu_stack import Workspace
 from mla.errors import KernelError
 from mla.metadata.records import DecodeMetadata
 
@@ -73,7 +74,7 @@ def plan_decode(metadata: DecodeMetadata, block_size: int) -> DecodePlan:
     if metadata.block_table.shape[1] < needed:
         got = metadata.block_table.shape[1]
         raise KernelError(f"block_table: expected at least {needed} columns for {longest} keys, got {got}")
-    return cpu_decode.make_plan(metadata, block_size)
+    return cpu_plan.make_plan(metadata, block_size)
 
 
 def _check_plan(plan: object, metadata: DecodeMetadata, block_size: int) -> DecodePlan:

@@ -1,6 +1,6 @@
 """Prefill in plain torch: ragged causal or full attention, heads stacked, blocks of rows against pieces of keys.
 
-Bits follow the rule of `mla.compute.cpu_decode`: the shape of every product is a function of the sequence's own lengths and
+Bits follow the rule of `mla.compute.cpu_plan`: the shape of every product is a function of the sequence's own lengths and
 of the number of heads, no product runs alone, and none sums over more keys than a piece has.
 """
 
@@ -11,7 +11,8 @@ import itertools
 import attrs
 import torch
 
-from mla.compute.cpu_decode import LONGEST_PIECE, UNIT, Workspace, attend_stack, merge_pieces
+from mla.compute.cpu_plan import LONGEST_PIECE, UNIT
+from mla.compute.cpu_stack import Workspace, attend_stack, merge_pieces
 
 __all__ = ["HeadMajor", "attend_sequence", "head_major"]
 

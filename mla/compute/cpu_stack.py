@@ -1,0 +1,171 @@
+"""Softmax attention of a batch of equal shapes in plain torch, for decode and prefill alike.
+
+`mla.compute.cpu_plan` says why nothing here runs alone or sums over long rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+__all__ = ["Workspace", "attend_stack", "merge_pieces"]
+
+FOLD = 8
+"""Keys that are moved next to the rows before a reduction: reducing over a slow dimension is slow when rows are few."""
+
+
+MISSED = 1 / 32
+"""Logits between a rounded row maximum and the true one that are left alone: all that maxima below 8 can miss."""
+
+
+LARGE = 16.0
+"""In float32 a row's largest scaled score is computed again in float64 when it is larger than this."""
+
+
+class Workspace:
+    """Scratch memory of one kernel call: a name is one growing buffer, because fresh pages cost more than the work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor over the buffer of this name; its content is whatever was there."""
+        size = math.prod(shape)
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
+        return buffer[:size].view(shape)
+
+
+def _largest(scores: torch.Tensor) -> torch.Tensor:
+    """Maximum of (pieces, keys, rows) over the keys; finite also where no key is seen, for -inf - -inf would be NaN."""
+    pieces, keys, rows = scores.shape
+    if rows < FOLD * 8:
+        scores = scores.view(pieces, keys // FOLD, FOLD * rows).amax(1).view(pieces, FOLD, rows)
+    return scores.amax(1).clamp_(min=torch.finfo(scores.dtype).min)
+
+
+def _sum(scores: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    """Sum of (pieces, keys, rows) over the keys, in float32 at least; `sum(dtype=...)` would allocate the wide copy."""
+    pieces, keys, rows = scores.shape
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if scores.dtype != wide:
+        scores = workspace.take("wide", (pieces, keys, rows), wide).copy_(scores)
+    if rows < FOLD * 8:
+        scores = scores.view(pieces, keys // FOLD, FOLD * rows).sum(1).view(pieces, FOLD, rows)
+    return scores.sum(1)
+
+
+def attend_stack(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    queries: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    softmax_scale: float,
+    hide: Callable[[torch.Tensor], None],
+    workspace: Workspace,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of a batch of equal shapes, not yet divided by its sum.
+
+    Scores lie keys by rows: the queries, which are few, are then the operand that the library packs, and reductions run
+    over the slow dimension. In bfloat16 a score is rounded after a row's maximum has been subtracted inside the product;
+    rounded before that, the error would grow with the logits.
+
+    Parameters
+    ----------
+    keys : torch.Tensor of shape (num_stacked, num_keys, dim)
+        At least two stacked; `num_keys` a multiple of 16.
+    values : torch.Tensor of shape (num_stacked, num_keys, value_dim)
+        May be `keys` itself.
+    queries : torch.Tensor of shape (num_stacked, num_rows, dim)
+        `num_rows` a multiple of 16.
+    out : torch.Tensor of shape (num_stacked, num_rows, value_dim)
+        Written.
+    softmax_scale : float
+        Factor on q.k.
+    hide : callable
+        Writes -inf over the scores (num_stacked, num_keys, num_rows) that do not exist.
+    workspace : Workspace
+        Holds the scores.
+
+    Returns
+    -------
+    shift, total : torch.Tensor of shape (num_stacked, num_rows), float32 (float64 for float64)
+        What was subtracted from the scaled scores, and the sum of their exponentials, which is 0 for a row without keys
+        (its shift then means nothing).
+    """
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    columns = queries.transpose(1, 2)
+    scores = workspace.take("scores", (keys.shape[0], keys.shape[1], queries.shape[1]), keys.dtype)
+    if keys.dtype == wide:
+        torch.bmm(keys, columns, out=scores)
+        hide(scores)
+        top = _largest(scores)
+        shift = top * softmax_scale
+        large = (shift.abs() > LARGE) & (top > torch.finfo(top.dtype).min)  # a row without keys has no largest score
+        best = scores.argmax(1, keepdim=True) if keys.dtype == torch.float32 and bool(large.any()) else None
+        scores.sub_(top[:, None]).mul_(softmax_scale)
+        if best is not None:
+            missed = _missed_by_float32(keys, queries, best, shift, softmax_scale)
+            scores.scatter_(1, best, torch.where(large[:, None], missed[:, None], scores.gather(1, best)))
+    else:
+        # Scaled before it is rounded, the maximum is a number of this dtype and as near to the true one as that can be.
+        torch.baddbmm(scores, keys, columns, beta=0, alpha=softmax_scale, out=scores)
+        hide(scores)
+        top = _largest(scores)
+        torch.baddbmm(top[:, None].expand_as(scores), keys, columns, beta=-1, alpha=softmax_scale, out=scores)
+        hide(scores)
+        # Near a large maximum the dtype is coarse; what it missed is known now. Small misses stay, for this rounds again.
+        missed = functional.hardshrink(_largest(scores), MISSED)
+        scores.sub_(missed[:, None])
+        shift = top.to(wide) + missed
+    total = _sum(scores.exp_(), workspace)
+    torch.bmm(scores.transpose(1, 2), values, out=out)
+    return shift, total
+
+
+def _missed_by_float32(
+    keys: torch.Tensor, queries: torch.Tensor, best: torch.Tensor, shift: torch.Tensor, softmax_scale: float
+) -> torch.Tensor:
+    """How far each row's largest scaled score lies above its float32 value.
+
+    A float32 product of hundreds of terms misses a score of 100 by more than the LSE may be off. It matters for the largest
+    score of a row alone, which is computed again in float64.
+    """
+    rows = keys.gather(1, best.transpose(1, 2).expand(-1, -1, keys.shape[2])).double()
+    exact = (rows * queries.double()).sum(-1) * softmax_scale
+    return (exact - shift).to(shift.dtype)
+
+
+def merge_pieces(parts: torch.Tensor, shifts: torch.Tensor, totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join the results of `attend_stack` for the pieces of each sequence, in key order.
+
+    Parameters
+    ----------
+    parts : torch.Tensor of shape (num_seqs, num_pieces, num_rows, value_dim)
+        Outputs, not divided by their sums.
+    shifts, totals : torch.Tensor of shape (num_seqs, num_pieces, num_rows), float32 (float64 for float64)
+        As `attend_stack` returns them.
+
+    Returns
+    -------
+    out : torch.Tensor of shape (num_seqs, num_rows, value_dim), float32 (float64 for float64)
+        0 for rows without keys.
+    lse : torch.Tensor of shape (num_seqs, num_rows), float32 (float64 for float64)
+        -inf for rows without keys.
+    """
+    # The shift of a piece that a row does not see means nothing; it must not outweigh the others.
+    shifts = shifts.masked_fill(totals == 0, -torch.inf)
+    top = shifts.amax(1).clamp_(min=torch.finfo(shifts.dtype).min)
+    weights = (shifts - top[:, None]).exp_()
+    total = (weights * totals).sum(1)
+    weights.div_(total.masked_fill(total == 0, 1)[:, None])
+    out = parts[:, 0] * weights[:, 0, :, None]
+    for i in range(1, parts.shape[1]):
+        out.addcmul_(parts[:, i].to(weights.dtype), weights[:, i, :, None])
+    return out, top + total.log_()
