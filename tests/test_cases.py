@@ -15,11 +15,9 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from allocations import Allocations
 from batches import small_dims
 from compare import LSE_ABS, OUT_REL, assert_close
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import mla.compute.select
 from mla import (
@@ -712,30 +710,6 @@ def test_case_51_the_workspace_holds_a_block_of_every_sequence() -> None:
         assert context_workspace_tokens(max_model_len=1, max_num_seqs=1024, block_size=block_size) >= 1024 * block_size
     with pytest.raises(MetadataError, match=r"limit: expected at least 262144 .*, got 131072"):
         context_workspace_tokens(max_model_len=131_072, max_num_seqs=1024, block_size=256)
-
-
-class Allocations(TorchDispatchMode):
-    """Peak bytes of the storages that operators made and that were alive together, arguments apart; every shape they gave."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.outside = set[int]()
-        self.peak, self.shapes = 0, set[tuple[int, ...]]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        self.outside |= given - set(self.alive)
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.shapes.add(tuple(tensor.shape))
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.outside:
-                    self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
-        return result
 
 
 def allocations_of_prefill(query_len: int, context_len: int, chunk: int) -> Allocations:

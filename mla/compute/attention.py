@@ -90,8 +90,8 @@ def check_attention_inputs(
 def prefill_workspace_bytes(dims: MLADims, *, num_query_tokens: int, context_chunk_tokens: int, dtype: torch.dtype) -> int:
     """Bytes that chunked context takes beyond inputs and outputs, whatever the length of the context.
 
-    The gathered rows, the keys and values made of them, and the wide output and LSE that the passes are merged into with the
-    pass's own. What a kernel needs inside comes on top.
+    The gathered rows, the keys and values made of them, and three outputs with their LSE: the pass's own, the wide one that the
+    passes are merged into, and the merged one. What a kernel needs inside comes on top.
 
     Parameters
     ----------
@@ -114,8 +114,7 @@ def prefill_workspace_bytes(dims: MLADims, *, num_query_tokens: int, context_chu
     wide = 8 if dtype == torch.float64 else 4
     expanded = dims.num_heads * (dims.qk_nope_head_dim + dims.v_head_dim + dims.qk_head_dim)
     per_key = (dims.latent_dim + expanded) * dtype.itemsize
-    # The accumulator, the pass's output, its wide copy and the merged result, each with its LSE.
-    per_query = dims.num_heads * (dims.v_head_dim * (3 * wide + dtype.itemsize) + 4 * wide)
+    per_query = dims.num_heads * (dims.v_head_dim * (2 * wide + dtype.itemsize) + 3 * wide)
     return context_chunk_tokens * per_key + num_query_tokens * per_query
 
 

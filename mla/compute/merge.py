@@ -9,6 +9,8 @@ from mla.errors import KernelError
 
 __all__ = ["merge_attn_states"]
 
+ROWS_AT_A_TIME = 256  # on the CPU: whole temporaries of a long prompt cost page faults, and memory
+
 
 def merge_attn_states(
     prefix_out: torch.Tensor,
@@ -64,7 +66,21 @@ def merge_attn_states(
     if prefix_lse.dtype != suffix_lse.dtype:
         raise KernelError(f"suffix_lse: expected {prefix_lse.dtype}, got {suffix_lse.dtype}")
 
-    a, b = (lse.masked_fill(lse == torch.inf, -torch.inf) for lse in (prefix_lse, suffix_lse))
+    wide = torch.promote_types(torch.promote_types(prefix_out.dtype, suffix_out.dtype), prefix_lse.dtype)
+    num_tokens = prefix_out.shape[0]
+    step = ROWS_AT_A_TIME if device.type == "cpu" else max(num_tokens, 1)
+    out = prefix_out.new_empty(prefix_out.shape, dtype=torch.promote_types(prefix_out.dtype, suffix_out.dtype))
+    lse = torch.empty_like(prefix_lse)
+    for first in range(0, num_tokens, step):
+        rows = slice(first, first + step)
+        out[rows], lse[rows] = _merge(prefix_out[rows], prefix_lse[rows], suffix_out[rows], suffix_lse[rows], wide)
+    return out, lse
+
+
+def _merge(
+    x: torch.Tensor, lse_x: torch.Tensor, y: torch.Tensor, lse_y: torch.Tensor, wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = (lse.masked_fill(lse == torch.inf, -torch.inf) for lse in (lse_x, lse_y))
     no_a, no_b = a == -torch.inf, b == -torch.inf
     high = torch.maximum(a, b)
     # exp(-inf - -inf) is NaN; two empty sides get a harmless maximum.
@@ -73,12 +89,9 @@ def merge_attn_states(
     total = weight_a + weight_b
     lse = shift + total.log()
     lse = torch.where(no_a, b, torch.where(no_b, a, lse))
-    dtype = torch.promote_types(prefix_out.dtype, suffix_out.dtype)
-    wide = torch.promote_types(dtype, lse.dtype)
     # Masked, not multiplied by 0: an empty side may hold NaN.
-    x, y = prefix_out.to(wide), suffix_out.to(wide)
+    x, y = x.to(wide), y.to(wide)
     weight_a, weight_b = (weight_a / total)[..., None], (weight_b / total)[..., None]
     mixed = x * weight_a + y * weight_b
     out = torch.where(no_a[..., None], y, torch.where(no_b[..., None], x, mixed))
-    out = out.masked_fill((no_a & no_b)[..., None], 0)
-    return out.to(dtype), lse
+    return out.masked_fill((no_a & no_b)[..., None], 0), lse
