@@ -5,14 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import attrs
 import torch
 
 from mla._checks import as_device, as_items, check_instance, check_int
 from mla.errors import MetadataError
-from mla.metadata.advance import paged_kv_tensors, step_tensors
+from mla.metadata.advance import check_page_numbers, paged_kv_tensors, step_tensors
 from mla.metadata.records import DecodeMetadata, MLAMetadata, PagedKV
 
 __all__ = ["DecodeGraphState"]
+
+
+@attrs.frozen(kw_only=True)
+class _Batch:
+    """What the host knows of the loaded batch."""
+
+    size: int
+    rows: int
+    tokens: int
+    columns: int
+    query_len: int
+    seq_len: int
+    steps_left: int
+
+
+_NOTHING = _Batch(size=0, rows=0, tokens=0, columns=0, query_len=0, seq_len=0, steps_left=0)
 
 
 class _Pages:
@@ -96,14 +113,15 @@ class DecodeGraphState:
             check_int("page_sizes", size, low=1, error=MetadataError)
             if block_size % size:
                 raise MetadataError(f"page_sizes: expected divisors of block_size {block_size}, got {size}")
+            check_page_numbers(num_blocks, block_size // size)
+        if len(set(pages)) != len(pages):
+            raise MetadataError(f"page_sizes: expected every page size once, got {pages}")
         where = as_device("device", device, MetadataError)
         self._max_seq_len, self._block_size, self._num_blocks, self._query_len = max_seq_len, block_size, num_blocks, query_len
         self._sizes = tuple(sorted({max_num_seqs, *sizes}))
         self._captured: tuple[int, ...] = ()
         self._capturing = False
-        self._loaded = 0
-        self._used_tokens = self._used_rows = self._used_columns = 0
-        self._steps_left = 0
+        self._batch = _NOTHING
         rows = self._sizes[-1]
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -114,6 +132,8 @@ class DecodeGraphState:
         self._block_table = zeros(rows, -(-max_seq_len // block_size))
         self._slot_mapping = zeros(rows * query_len, dtype=torch.int64).fill_(-1)
         self._positions = zeros(rows * query_len, dtype=torch.int64)
+        # A copy from the host into a part of the table's columns would go through a temporary on the device.
+        self._staging = zeros(self._block_table.numel())
         self._pages = [_Pages(size, rows, max_seq_len, where) for size in pages]
 
     @property
@@ -124,7 +144,21 @@ class DecodeGraphState:
     @property
     def steps_left(self) -> int:
         """Tokens that every loaded sequence can still take."""
-        return self._steps_left
+        return self._batch.steps_left
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Every buffer that records show."""
+        pages = [tensor for p in self._pages for tensor in (p.indptr, p.indices, p.last_page_lens)]
+        return [
+            self._query_start_loc,
+            self._seq_start_loc,
+            self._seq_lens,
+            self._context_lens,
+            self._block_table,
+            self._slot_mapping,
+            self._positions,
+            *pages,
+        ]
 
     @contextmanager
     def capture(self) -> Iterator[DecodeGraphState]:
@@ -139,17 +173,20 @@ class DecodeGraphState:
         """
         if self._capturing:
             raise MetadataError("capture: expected no capture in progress, got one inside another")
-        before = self._captured
+        before = self._captured, self._batch, [tensor.clone() for tensor in self._tensors()]
         self._capturing = True
         self.clear_()
         try:
             yield self
         except BaseException:
-            self._captured = before
+            self._captured, self._batch, contents = before
+            for tensor, content in zip(self._tensors(), contents, strict=True):
+                tensor.copy_(content)
             raise
+        else:
+            self.clear_()
         finally:
             self._capturing = False
-            self.clear_()
 
     def metadata_for(self, num_decodes: int) -> MLAMetadata:
         """A record over the buffers, to capture a graph with `num_decodes` sequences.
@@ -193,25 +230,16 @@ class DecodeGraphState:
             min_num_blocks=self._num_blocks,
             paged_kv=paged,
             block_table=self._block_table[:size],
+            over_buffers=True,
         )
         return MLAMetadata(slot_mapping=slots, positions=positions, block_size=self._block_size, decode=decode)
 
     def clear_(self) -> None:
         """Make every row empty."""
-        for tensor in (
-            self._query_start_loc,
-            self._seq_start_loc,
-            self._seq_lens,
-            self._context_lens,
-            self._block_table,
-            self._positions,
-        ):
+        for tensor in self._tensors():
             tensor.zero_()
         self._slot_mapping.fill_(-1)
-        for pages in self._pages:
-            for tensor in (pages.indptr, pages.indices, pages.last_page_lens):
-                tensor.zero_()
-        self._loaded = self._used_tokens = self._used_rows = self._used_columns = self._steps_left = 0
+        self._batch = _NOTHING
 
     def load_(self, metadata: MLAMetadata) -> MLAMetadata:
         """Copy a decode batch into the buffers, padded to the next captured size.
@@ -237,27 +265,40 @@ class DecodeGraphState:
         decode = metadata.decode
         if decode is None:
             raise MetadataError("metadata: expected decoding sequences, got none")
-        rows, tokens = decode.num_seqs, decode.num_tokens
+        last, rows, tokens = self._batch, decode.num_seqs, decode.num_tokens
+        columns = min(decode.block_table.shape[1], self._block_table.shape[1])
         for buffer, source in ((self._query_start_loc, decode.query_start_loc), (self._seq_start_loc, decode.seq_start_loc)):
             _copy_starts_(buffer, source)
         for buffer, source in ((self._seq_lens, decode.seq_lens), (self._context_lens, decode.context_lens)):
-            _copy_head_(buffer, source, self._used_rows, 0)
-        _copy_head_(self._slot_mapping, decode.slot_mapping, self._used_tokens, -1)
-        _copy_head_(self._positions, decode.positions, self._used_tokens, 0)
-        columns = min(decode.block_table.shape[1], self._block_table.shape[1])
-        self._block_table[:rows, :columns].copy_(decode.block_table[:, :columns], non_blocking=True)
-        self._block_table[:rows, columns : max(self._used_columns, columns)].zero_()
-        self._block_table[rows : max(self._used_rows, rows), : self._used_columns].zero_()
+            _copy_head_(buffer, source, last.rows, 0)
+        _copy_head_(self._slot_mapping, decode.slot_mapping, last.tokens, -1)
+        _copy_head_(self._positions, decode.positions, last.tokens, 0)
+        self._copy_table_(decode.block_table[:, :columns])
+        self._block_table[:rows, columns : max(last.columns, columns)].zero_()
+        self._block_table[rows : max(last.rows, rows), : last.columns].zero_()
         for pages in self._pages:
             paged = decode.paged_kv_of(pages.page_size)
             _copy_starts_(pages.indptr, paged.paged_kv_indptr)
-            _copy_head_(pages.last_page_lens, paged.paged_kv_last_page_lens, self._used_rows, 0)
+            _copy_head_(pages.last_page_lens, paged.paged_kv_last_page_lens, last.rows, 0)
             # What lies past the last indptr is unreachable and stays.
             count = min(paged.paged_kv_indices.shape[0], pages.indices.shape[0])
             pages.indices[:count].copy_(paged.paged_kv_indices[:count], non_blocking=True)
-        self._loaded, self._used_rows, self._used_tokens, self._used_columns = size, rows, tokens, columns
-        self._steps_left = min(decode.steps_left, self._max_seq_len - decode.max_seq_len)
+        self._batch = _Batch(
+            size=size,
+            rows=rows,
+            tokens=tokens,
+            columns=columns,
+            query_len=decode.max_query_len,
+            seq_len=decode.max_seq_len,
+            steps_left=min(decode.steps_left, self._max_seq_len - decode.max_seq_len),
+        )
         return self._record(size)
+
+    def _copy_table_(self, source: torch.Tensor) -> None:
+        rows, columns = source.shape
+        if source.device != self._block_table.device:
+            source = self._staging[: rows * columns].view(rows, columns).copy_(source, non_blocking=True)
+        self._block_table[:rows, :columns].copy_(source, non_blocking=True)
 
     def _check_fits(self, metadata: MLAMetadata) -> int:
         """Refuse a batch that does not fit; the number of rows that it is padded to."""
@@ -265,6 +306,10 @@ class DecodeGraphState:
         decode = metadata.decode
         if metadata.prefill is not None or decode is None:
             raise MetadataError(f"metadata: expected decoding sequences only, got {metadata.num_prefills} prompts")
+        if decode.over_buffers:
+            raise MetadataError("metadata: expected the record of one step, got a record over a state's buffers")
+        if decode.seq_lens.is_meta and not self._seq_lens.is_meta:
+            raise MetadataError("metadata: expected values, got a record on device meta")
         if decode.block_size != self._block_size:
             raise MetadataError(f"block_size: expected {self._block_size}, got {decode.block_size}")
         for name, value, limit in (
@@ -300,11 +345,12 @@ class DecodeGraphState:
         MetadataError
             Nothing is loaded, or a sequence has no block for the next token; nothing is written then.
         """
-        if not self._loaded:
+        batch = self._batch
+        if not batch.size:
             raise MetadataError("advance_: expected a loaded batch, got none")
-        if self._steps_left < self._query_len:
-            raise MetadataError(f"steps_left: expected at least {self._query_len} for another step, got {self._steps_left}")
-        rows, tokens = self._used_rows, self._used_tokens
+        if batch.steps_left < batch.query_len:
+            raise MetadataError(f"steps_left: expected at least {batch.query_len} for another step, got {batch.steps_left}")
+        rows, tokens, seq_len = batch.rows, batch.tokens, batch.seq_len + batch.query_len
         starts, table = self._query_start_loc[: rows + 1], self._block_table[:rows]
         stepped = step_tensors(self._seq_lens[:rows], starts, table, num_tokens=tokens, block_size=self._block_size)
         self._seq_lens[:rows].copy_(stepped.seq_lens)
@@ -313,18 +359,15 @@ class DecodeGraphState:
         self._slot_mapping[:tokens].copy_(stepped.slot_mapping)
         self._positions[:tokens].copy_(stepped.positions)
         for pages in self._pages:
+            count = min(rows * -(-seq_len // pages.page_size), pages.indices.shape[0])
             indptr, indices, last = paged_kv_tensors(
-                stepped.seq_lens,
-                table,
-                block_size=self._block_size,
-                page_size=pages.page_size,
-                num_pages=pages.indices.shape[0],
+                stepped.seq_lens, table, block_size=self._block_size, page_size=pages.page_size, num_pages=count
             )
             _copy_starts_(pages.indptr, indptr)
-            pages.indices.copy_(indices)
+            pages.indices[:count].copy_(indices)
             pages.last_page_lens[:rows].copy_(last)
-        self._steps_left -= self._query_len
-        return self._record(self._loaded)
+        self._batch = attrs.evolve(batch, seq_len=seq_len, steps_left=batch.steps_left - batch.query_len)
+        return self._record(batch.size)
 
 
 def _copy_head_(buffer: torch.Tensor, source: torch.Tensor, used: int, padding: int) -> None:

@@ -92,8 +92,12 @@ def check_varlen(num_heads, dtype, dims):
         lens = [len(q[i]) for i in which], [len(k[i]) for i in which]
         out, lse = cpu.varlen_attention(
             *(torch.cat([x[i] for i in which]) for x in (q, k, v)),
-            query_start_loc=starts(lens[0]), kv_start_loc=starts(lens[1]),
-            max_query_len=max(lens[0]), max_kv_len=max(lens[1]), causal=causal, softmax_scale=SCALE,
+            query_start_loc=starts(lens[0]),
+            kv_start_loc=starts(lens[1]),
+            max_query_len=max(lens[0]),
+            max_kv_len=max(lens[1]),
+            causal=causal,
+            softmax_scale=SCALE,
         )
         return list(zip(out.split(lens[0]), lse.split(lens[0]), strict=True))
 

@@ -92,8 +92,15 @@ def ragged(query_lens, kv_lens, num_heads, dtype, *, dims=(48, 32), amp=1.0, see
 
 def varlen(q, k, v, query_lens, kv_lens, *, causal, scale=SCALE):
     return cpu.varlen_attention(
-        q, k, v, query_start_loc=cumulative(query_lens), kv_start_loc=cumulative(kv_lens),
-        max_query_len=max([0, *query_lens]), max_kv_len=max([0, *kv_lens]), causal=causal, softmax_scale=scale,
+        q,
+        k,
+        v,
+        query_start_loc=cumulative(query_lens),
+        kv_start_loc=cumulative(kv_lens),
+        max_query_len=max([0, *query_lens]),
+        max_kv_len=max([0, *kv_lens]),
+        causal=causal,
+        softmax_scale=scale,
     )
 
 

@@ -409,7 +409,7 @@ def fake_kernels(calls):
         dtypes=(F32,),
         paged_decode=paged_decode,
         varlen_attention=varlen_attention,
-        plan=lambda metadata: FakePlan(metadata=metadata, maker="the kernel set"),
+        make_plan=lambda metadata: FakePlan(metadata=metadata, maker="the kernel set"),
     )
 
 

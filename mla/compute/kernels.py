@@ -164,9 +164,8 @@ class KernelSet:
         See `PagedDecode` and `VarlenAttention`.
     write_latent_cache_, gather_latent_cache : callable
         See `WriteLatentCache` and `GatherLatentCache`; plain torch by default.
-    plan : callable
-        ``plan(decode_metadata)``: what `paged_decode` derives once per step and every layer uses; None where there is no such
-        thing.
+    make_plan : callable
+        ``make_plan(decode_metadata)``: what `paged_decode` derives from a step's record and every layer uses; see `plan`.
     page_size : int or None
         The `PagedKV` that `paged_decode` needs in the metadata; None for none.
     objection : callable
@@ -184,11 +183,18 @@ class KernelSet:
     varlen_attention: VarlenAttention
     write_latent_cache_: WriteLatentCache = write_latent_cache_
     gather_latent_cache: GatherLatentCache = gather_latent_cache
-    plan: Callable[[DecodeMetadata], Plan | None] = _no_plan
+    make_plan: Callable[[DecodeMetadata], Plan | None] = _no_plan
     page_size: int | None = None
     objection: Callable[[MLADims], str | None] = _no_objection
     differentiable: bool = False
     remark: str = ""
+
+    def plan(self, metadata: DecodeMetadata) -> Plan | None:
+        """What `paged_decode` derives once per step and every layer uses; None where there is no such thing.
+
+        A record over a state's buffers has no plan, for its numbers change: the kernel derives it at every call.
+        """
+        return None if metadata.over_buffers else self.make_plan(metadata)
 
     def check_gradients(self, **tensors: torch.Tensor) -> None:
         """Refuse inputs whose gradients this set would silently lose.

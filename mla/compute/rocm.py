@@ -97,7 +97,7 @@ def make_kernel_set(
         dtypes=(torch.bfloat16,),
         paged_decode=functools.partial(rocm_decode.paged_decode_by, installed),
         varlen_attention=functools.partial(rocm_prefill.varlen_attention_by, installed),
-        plan=plan_decode,
+        make_plan=plan_decode,
         page_size=PAGE_SIZE,
         objection=functools.partial(_objection, installed),
         remark=(

@@ -28,7 +28,7 @@ CPU_MLA = KernelSet(
     dtypes=CACHE_DTYPES,
     paged_decode=cpu.paged_decode,
     varlen_attention=cpu.varlen_attention,
-    plan=_plan_cpu,
+    make_plan=_plan_cpu,
     remark="plain torch on the CPU, any head count, block size and width; float16 is computed in float32",
 )
 """Plain torch, tuned for the CPU."""

@@ -11,7 +11,7 @@ from mla._checks import check_instance
 from mla.errors import MetadataError
 from mla.metadata.records import DecodeMetadata, MLAMetadata, PagedKV, PrefillMetadata
 
-__all__ = ["StepTensors", "advance_step", "paged_kv_tensors", "step_tensors"]
+__all__ = ["StepTensors", "advance_step", "check_page_numbers", "paged_kv_tensors", "step_tensors"]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -136,6 +136,19 @@ def paged_kv_tensors(
     return indptr, indices.to(torch.int32), last
 
 
+def check_page_numbers(num_blocks: int, pages_per_block: int) -> None:
+    """Refuse blocks whose page numbers do not fit int32.
+
+    Raises
+    ------
+    MetadataError
+        With the largest page number.
+    """
+    last = num_blocks * pages_per_block - 1
+    if last > torch.iinfo(torch.int32).max:
+        raise MetadataError(f"page_sizes: expected page numbers of at most {torch.iinfo(torch.int32).max}, got {last}")
+
+
 def advance_step(metadata: MLAMetadata, *, turn_prefills_into_decodes: bool = False) -> MLAMetadata:
     """The record of the next decoding step, every new token of this step being accepted.
 
@@ -238,6 +251,7 @@ def _next_pages(
     block_size = parts[0].block_size
     out = []
     for size in sizes:
+        check_page_numbers(max(part.min_num_blocks for part in parts), block_size // size)
         room = 0
         for part in parts:
             grown = part.paged_kv_of(size).paged_kv_indices.shape[0] + part.num_seqs * -(-_new_tokens(part) // size)

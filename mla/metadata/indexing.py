@@ -21,6 +21,7 @@ __all__ = [
     "cut_at_equal_shares",
     "cut_at_fixed_positions",
     "int_array",
+    "own_room",
     "page_list",
     "ragged_arange",
     "start_locs",
@@ -173,6 +174,22 @@ def table_slots(table: RaggedTable, lens: Int64Array, first: Int64Array, block_s
     block, offset = np.divmod(positions, block_size)
     slots: Int64Array = table.flat[block + np.repeat(table.starts, lens)] * block_size + offset
     return slots
+
+
+def own_room(table: RaggedTable, seq_lens: Int64Array, block_size: int) -> Int64Array:
+    """Tokens that each sequence has blocks for, up to the first look-ahead block that stands anywhere else too."""
+    needed = -(-seq_lens // block_size)
+    counts = table.counts.copy()
+    extra = counts - needed
+    if extra.any():
+        rows = np.repeat(np.arange(len(counts)), extra)
+        places = ragged_arange(extra, table.starts + needed)
+        ids, index, times = np.unique(table.flat[places], return_inverse=True, return_counts=True)
+        used = np.isin(ids, table.flat[ragged_arange(needed, table.starts)])
+        shared = np.flatnonzero((times > 1)[index] | used[index])
+        np.minimum.at(counts, rows[shared], (places - table.starts[rows])[shared])
+    room: Int64Array = counts * block_size
+    return room
 
 
 def page_list(

@@ -297,6 +297,9 @@ class DecodeMetadata(_Part):
         Blocks of each sequence, look-ahead included, 0-padded.
     steps_left : int
         Tokens that every real sequence can still take in the blocks given.
+    over_buffers : bool
+        True for a record over the buffers of a `DecodeGraphState`: its numbers change when the state does, so no plan is made
+        of it, and its host integers are the state's capacities.
 
     Raises
     ------
@@ -305,6 +308,7 @@ class DecodeMetadata(_Part):
     """
 
     block_table: torch.Tensor = attrs.field(metadata=tensor("(num_seqs, max_blocks_per_seq)", torch.int32))
+    over_buffers: bool = False
 
     def __attrs_post_init__(self) -> None:
         self._check_part()
