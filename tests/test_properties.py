@@ -363,6 +363,7 @@ def test_build_metadata_meets_a_token_by_token_model(step):
         prefill["context_chunks"] = [model_chunk(pieces, real, step.block_size) for pieces in passes]
     if num_rows:
         decode, _ = model_part(step.decodes, num_rows, pad_tokens, step)
+        decode["over_buffers"] = False
     parts = [part for part in (prefill, decode) if part is not None]
     assert plain(metadata) == {
         "slot_mapping": [slot for part in parts for slot in part["slot_mapping"]],
@@ -800,3 +801,15 @@ def test_refused_copies_leave_the_caches(made, data):
             operation()
         assert same_bits(cache, before)
         assert same_bits(other, before)
+
+
+def test_look_ahead_blocks_that_others_hold_are_no_room():
+    def steps_left(*tables):
+        return build_metadata([decode_group(3, table) for table in tables], block_size=4).decode.steps_left
+
+    assert steps_left([0, 1, 2], [5, 6, 7]) == 9
+    assert steps_left([0, 1, 2], [5, 6, 2]) == 5
+    assert steps_left([0, 2, 1], [5, 2, 7]) == 1
+    assert steps_left([0, 1, 2], [5, 0, 7]) == 1
+    assert steps_left([0, 1, 1], [5, 6, 7]) == 1
+    assert steps_left([0], [5, 6, 7]) == 1
