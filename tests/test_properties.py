@@ -21,6 +21,7 @@ from mla import (
     SequenceGroup,
     attend,
     build_metadata,
+    decode_group,
     kernel_set,
     validate_metadata_values,
 )
