@@ -400,3 +400,24 @@ def test_varlen_errors(change, message):
     change(arguments)
     with pytest.raises(KernelError, match=message):
         varlen(**arguments)
+
+
+@pytest.mark.parametrize("up", [20, 60, 120])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_sink_in_one_column(dtype, up):
+    """The score of the sink comes from a single product: whatever else is added to it in float32 is rounded at its size."""
+    for n, heads in ((100, 16), (1024, 128)):
+        for place in (0, n // 3, n - 1):
+            q, cache, metadata = paged([n], [1], heads, dtype, seed=up + place)
+            table = metadata.block_table[0].long()
+            q[..., 0] = 8
+            cache[..., 0] = torch.where(cache[..., 0].isnan(), cache[..., 0], 0)
+            cache[table[place // 16], place % 16, 0] = up / SCALE / 8
+            got = cpu.paged_decode(q, cache, metadata, kv_lora_rank=512, softmax_scale=SCALE)
+            assert_attention(got, decode_oracle(q, cache, metadata, 512), dtype)
+            rows = cache[table].reshape(-1, 576)[:n]
+            k, v = rows[:, None, :192].repeat(1, 4, 1), rows[:, None, :128].repeat(1, 4, 1)
+            queries = q[:1, :4, :192].repeat(20, 1, 1)
+            queries[..., 1:] *= torch.linspace(0.5, 1, 20)[:, None, None].to(dtype)
+            want = varlen_oracle(queries, k, v, [20], [n], causal=False)
+            assert_attention(varlen(queries, k, v, [20], [n], causal=False), want, dtype)

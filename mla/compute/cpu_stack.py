@@ -21,7 +21,7 @@ MISSED = 1 / 32
 """Logits between a rounded row maximum and the true one that are left alone: all that maxima below 8 can miss."""
 
 
-LARGE = 16.0
+LARGE = 10.0
 """In float32 a row's largest scaled score is computed again in float64 when it is larger than this."""
 
 
@@ -108,11 +108,13 @@ def attend_stack(
         top = _largest(scores)
         shift = top * softmax_scale
         large = (shift.abs() > LARGE) & (top > torch.finfo(top.dtype).min)  # a row without keys has no largest score
-        best = scores.argmax(1, keepdim=True) if keys.dtype == torch.float32 and bool(large.any()) else None
+        # max finds indices in half the time of argmax.
+        best = scores.max(1).indices if keys.dtype == torch.float32 and bool(large.any()) else None
         scores.sub_(top[:, None]).mul_(softmax_scale)
         if best is not None:
             missed = _missed_by_float32(keys, queries, best, shift, softmax_scale)
-            scores.scatter_(1, best, torch.where(large[:, None], missed[:, None], scores.gather(1, best)))
+            place = best[:, None]
+            scores.scatter_(1, place, torch.where(large[:, None], missed[:, None], scores.gather(1, place)))
     else:
         # Scaled before it is rounded, the maximum is a number of this dtype and as near to the true one as that can be.
         torch.baddbmm(scores, keys, columns, beta=0, alpha=softmax_scale, out=scores)
@@ -137,8 +139,9 @@ def _missed_by_float32(
     A float32 product of hundreds of terms misses a score of 100 by more than the LSE may be off. It matters for the largest
     score of a row alone, which is computed again in float64.
     """
-    rows = keys.gather(1, best.transpose(1, 2).expand(-1, -1, keys.shape[2])).double()
-    exact = (rows * queries.double()).sum(-1) * softmax_scale
+    first_key = torch.arange(keys.shape[0], device=keys.device)[:, None] * keys.shape[1]
+    rows = keys.flatten(0, 1).index_select(0, (best + first_key).flatten()).view_as(queries)
+    exact = (rows.double() * queries.double()).sum(-1) * softmax_scale
     return (exact - shift).to(shift.dtype)
 
 
