@@ -23,6 +23,7 @@ from mla import (
     build_metadata,
     decode_group,
     kernel_set,
+    prompt_group,
     validate_metadata_values,
 )
 from mla.cache import copy_blocks_, gather_latent_cache, swap_blocks_, write_latent_cache_
@@ -814,3 +815,5 @@ def test_look_ahead_blocks_that_others_hold_are_no_room():
     assert steps_left([0, 1, 2], [5, 0, 7]) == 1
     assert steps_left([0, 1, 1], [5, 6, 7]) == 1
     assert steps_left([0], [5, 6, 7]) == 1
+    mixed = build_metadata([prompt_group(3, [0, 1]), decode_group(3, [5, 1])], block_size=4)
+    assert (mixed.prefill.steps_left, mixed.decode.steps_left) == (1, 1)

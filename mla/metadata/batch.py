@@ -10,7 +10,7 @@ import numpy as np
 from mla._checks import check_instance
 from mla.errors import MetadataError
 from mla.metadata.groups import SequenceGroup
-from mla.metadata.indexing import Int64Array, RaggedTable, int_array, start_locs
+from mla.metadata.indexing import Int64Array, RaggedTable, int_array, own_room, start_locs
 
 __all__ = ["Batch", "read_groups", "refuse_shared_slots", "refuse_wide_slots"]
 
@@ -19,11 +19,15 @@ DENSE_IDS = 1 << 24
 
 @attrs.frozen(eq=False)
 class Batch:
-    """All sequences of the groups as arrays; the first `num_prefills` are prompts."""
+    """All sequences of the groups as arrays; the first `num_prefills` are prompts.
+
+    `room` holds the tokens that each sequence has blocks of its own for, 0 on a profile run.
+    """
 
     query_lens: Int64Array
     context_lens: Int64Array
     table: RaggedTable | None
+    room: Int64Array
     num_prefills: int
     seq_ids: list[int]
 
@@ -35,7 +39,8 @@ class Batch:
     def rows(self, first: int, last: int) -> Batch:
         """Sequences ``first .. last``."""
         table = None if self.table is None else self.table.rows(first, last)
-        return Batch(self.query_lens[first:last], self.context_lens[first:last], table, 0, self.seq_ids[first:last])
+        part = slice(first, last)
+        return Batch(self.query_lens[part], self.context_lens[part], table, self.room[part], 0, self.seq_ids[part])
 
 
 def read_groups(groups: list[SequenceGroup], block_size: int, max_blocks_per_seq: int | None) -> Batch:
@@ -77,7 +82,8 @@ def read_groups(groups: list[SequenceGroup], block_size: int, max_blocks_per_seq
             )
     num_prefills = sum(len(group.query_lens) for group in groups if group.is_prompt)
     table = _read_tables(groups, seq_ids, total, block_size, max_blocks_per_seq)
-    return Batch(query_lens, context_lens, table, num_prefills, seq_ids)
+    room = np.zeros_like(total) if table is None else own_room(table, total, block_size)
+    return Batch(query_lens, context_lens, table, room, num_prefills, seq_ids)
 
 
 def _read_tables(

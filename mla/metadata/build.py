@@ -16,7 +16,6 @@ from mla.metadata.indexing import (
     Piece,
     cut_at_equal_shares,
     cut_at_fixed_positions,
-    own_room,
     page_list,
     ragged_arange,
     start_locs,
@@ -231,9 +230,7 @@ class _Draft:
         if part.table is None:
             return
         self._tickets["block_table"] = buffer.add(part.table.dense(rows))
-        self._numbers["steps_left"] = int(
-            (own_room(part.table, part.seq_lens, block_size) - part.seq_lens).min(initial=2**31 - 1)
-        )
+        self._numbers["steps_left"] = int((part.room - part.seq_lens).min(initial=2**31 - 1))
         for size in page_sizes:
             counts, pages, last = page_list(part.table, part.seq_lens, block_size=block_size, page_size=size)
             padding = np.zeros(rows - len(counts), np.int64)
