@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from compare import assert_close
 from mla.compute import head_linear, linear
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+KINDS = ("tokens", "heads")
 
 
 def cancelling(num_rows: int, heads: int, depth: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +29,7 @@ def cancelling(num_rows: int, heads: int, depth: int, columns: int, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["tokens", "heads"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_row_bits_depend_on_the_row_alone(dtype, kind, restore_num_threads):
     draw = random.Random(5)
     failed = []
@@ -66,3 +71,15 @@ def test_products_are_right(dtype, num_rows, depth, columns):
 def test_no_rows_give_no_rows():
     assert linear(torch.zeros(0, 8), torch.zeros(5, 8)).shape == (0, 5)
     assert head_linear(torch.zeros(0, 2, 8), torch.zeros(2, 8, 5)).shape == (0, 2, 5)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names instructions of x86")
+def test_row_bits_hold_with_the_instructions_of_older_processors():
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    chosen = [
+        f"{__file__}::test_row_bits_depend_on_the_row_alone[{k}-torch.{d}]" for k in KINDS for d in ("float64", "float32")
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "4 passed" in done.stdout

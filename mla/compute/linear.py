@@ -1,11 +1,16 @@
 """Dense products over tokens whose row bits depend, on the CPU, on neither the number of tokens nor of threads.
 
 A BLAS cuts the summed dimension K into blocks and adds the blocks' sums; where it cuts depends on the other dimensions and
-threads. Within one block every entry is one chain of fused multiply-adds, whatever surrounds it. So K is cut here, below the
-smallest block of the libraries that torch uses on CPUs, and the parts are added in order. Very small products take other paths
-(matrix times vector, or none of oneDNN), so rows are padded to a multiple of 16, columns to 16 and K to a multiple of 32.
+threads. Within one block an entry is one chain of fused multiply-adds. So K is cut here, below the smallest block of the
+libraries that torch uses on CPUs, and the parts are added in order. Very small products take other paths (matrix times vector,
+or none of oneDNN), so rows are padded to a multiple of 16, columns to 16 and K to a multiple of 32.
 
-This was observed with MKL's AVX-512 and oneDNN's AVX-512 and AMX code, and the tests check it on the machine that they run on.
+MKL's code for CPUs without AVX-512 sums otherwise at the edges of its tiles. There, in float32 and float64, every product has
+the same few rows and is one of at least two in a batch, which makes it the work of one thread; a single weight is a batch of its
+two halves of columns. That makes large products two to three times slower.
+
+This was observed with MKL's AVX-512 and AVX2 code and with oneDNN's AVX-512 and AMX code; the tests check it on the machine
+that they run on.
 """
 
 from __future__ import annotations
@@ -19,10 +24,11 @@ from mla.errors import KernelError
 __all__ = ["head_linear", "linear"]
 
 ROW_MULTIPLE = 16
+ROW_TILE = 24  # where every product has the same rows
+ROWS_AT_A_TIME = 512  # bounds the float32 sums that bfloat16 parts are added in
 K_MULTIPLE = 32
 MIN_COLUMNS = 16
 K_STEP = {torch.float64: 128, torch.float32: 256, torch.bfloat16: 384}
-ROWS_AT_A_TIME = 512  # bounds the float32 sums that bfloat16 parts are added in
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -91,17 +97,26 @@ def _cpu_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if x.dtype not in K_STEP:
         return _cpu_product(x.float(), weight.float()).to(x.dtype)
     num_rows, depth, columns = x.shape[1], x.shape[2], weight.shape[2]
-    more_k, more_columns = max(-depth % K_MULTIPLE, K_MULTIPLE - depth), max(MIN_COLUMNS - columns, 0)
+    tiled = x.dtype != torch.bfloat16 and torch.backends.cpu.get_cpu_capability() != "AVX512"
+    halves = 2 if tiled and x.shape[0] == 1 else 1
+    more_k = max(-depth % K_MULTIPLE, K_MULTIPLE - depth)
+    more_columns = max(-columns % halves, halves * MIN_COLUMNS - columns)
     if more_k or more_columns:
         weight = F.pad(weight, (0, more_columns, 0, more_k))
-    x = F.pad(x, (0, more_k, 0, -num_rows % ROW_MULTIPLE))
+    x = F.pad(x, (0, more_k, 0, -num_rows % (ROW_TILE if tiled else ROW_MULTIPLE)))
+    if halves == 2:
+        x, weight = x.expand(2, -1, -1), weight[0].unflatten(1, (2, -1)).transpose(0, 1)
+    step = ROW_TILE if tiled else ROWS_AT_A_TIME
+    blocks = [slice(first, first + step) for first in range(0, x.shape[1], step)]
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        out = _sum_parts(x, weight)
+        parts = [_sum_parts(x[:, rows], weight) for rows in blocks]
+        out = torch.cat(parts, dim=1) if parts else x[..., :1] @ weight[:, :1]
     else:
         out = x.new_empty(x.shape[0], x.shape[1], weight.shape[2])
-        for first in range(0, x.shape[1], ROWS_AT_A_TIME):
-            rows = slice(first, first + ROWS_AT_A_TIME)
+        for rows in blocks:
             _sum_parts(x[:, rows], weight, out[:, rows])
+    if halves == 2:
+        out = out.transpose(0, 1).flatten(1)[None]
     return out[:, :num_rows, :columns]
 
 
