@@ -6,8 +6,8 @@ libraries that torch uses on CPUs, and the parts are added in order. Very small 
 or none of oneDNN), so rows are padded to a multiple of 16, columns to 16 and K to a multiple of 32.
 
 MKL's code for CPUs without AVX-512 sums otherwise at the edges of its tiles. There, in float32 and float64, every product has
-the same few rows and is one of at least two in a batch, which makes it the work of one thread; a single weight is a batch of its
-two halves of columns. That makes large products two to three times slower.
+the same few rows and is one of at least two in a batch, which makes it the work of one thread; a single weight is a batch of
+its two halves of columns. That makes large products two to three times slower.
 
 This was observed with MKL's AVX-512 and AVX2 code and with oneDNN's AVX-512 and AMX code; the tests check it on the machine
 that they run on.
