@@ -1,4 +1,4 @@
-# `make demo` and `make test` work on a fresh clone with Python >= 3.11 and make; both fill .venv with the pinned versions.
+# `make demo` and `make test` work on a fresh clone with Python >= 3.11 and make; both fill .venv from constraints.txt.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -21,7 +21,7 @@ $(BIN)/pip:
 # The tests run against the built wheel: the source tree is never on the path.
 $(VENV)/wheel.stamp: $(BIN)/pip $(SOURCES)
 	rm -rf dist
-	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 	touch $@
 
 $(VENV)/demo.stamp: $(VENV)/wheel.stamp

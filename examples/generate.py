@@ -229,17 +229,15 @@ def _new_tokens(pool: BlockPool, seq: int, group: SequenceGroup) -> tuple[int, .
 
 def generate_alone(torso: Any, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> list[list[int]]:
     """What transformers generates greedily, one prompt at a time."""
+    from transformers import GenerationConfig
+
+    # A plain argmax for a fixed number of tokens, whatever the checkpoint would add (an end token, penalties).
+    torso.generation_config = GenerationConfig()
+    plain = GenerationConfig(max_new_tokens=num_new_tokens, do_sample=False, pad_token_id=0)
     outputs = []
     for prompt in tqdm(prompts, unit="prompt", desc="transformers", file=sys.stderr):
         ids = torch.tensor([list(prompt)])
-        out = torso.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_new_tokens,
-            min_new_tokens=num_new_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
+        out = torso.generate(ids, attention_mask=torch.ones_like(ids), generation_config=plain)
         outputs.append(out[0, len(prompt) :].tolist())
     return outputs
 
@@ -277,15 +275,23 @@ def print_table(
         print(f"{name:<{width}}  {value}")
 
 
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number >= 1, got {number}")
+    return number
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 if every token equals transformers'."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--checkpoint", type=Path, help="folder of a DeepSeek-V2/V3 checkpoint; a random one is made without it"
     )
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--chunk", type=int, default=80, help="new prompt tokens per step and prompt")
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--new-tokens", type=positive, default=48)
+    parser.add_argument("--chunk", type=positive, default=80, help="new prompt tokens per step and prompt")
+    parser.add_argument("--block-size", type=positive, default=16)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as made, torch.inference_mode():
         folder = args.checkpoint or Path(made)

@@ -35,6 +35,7 @@ __all__ = [
     "dtype_name",
     "named_fields",
     "tensor",
+    "usable_device",
 ]
 
 T = TypeVar("T")
@@ -239,6 +240,22 @@ def as_device(field: str, device: object, error: type[MLAError]) -> torch.device
         return torch.device(device)  # type: ignore[call-overload, no-any-return]
     except (RuntimeError, TypeError):
         raise error(f"{field}: expected a device of torch, got {describe(device)}") from None
+
+
+def usable_device(field: str, device: object, error: type[MLAError]) -> torch.device:
+    """`as_device`, for a device that this torch can put tensors on.
+
+    Raises
+    ------
+    MLAError
+        Of class `error`.
+    """
+    where = as_device(field, device, error)
+    try:
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError, NotImplementedError) as reason:
+        raise error(f"{field}: expected a device that this torch can use, got {where}: {reason}") from reason
+    return where
 
 
 def check_int(field: str, value: object, *, low: int, error: type[MLAError], high: int | None = None) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mla._checks import FLOATS, as_device, check_int, check_tensor, describe, dtype_name
+from mla._checks import FLOATS, check_int, check_tensor, describe, dtype_name, usable_device
 from mla.errors import WeightsError
 from mla.metadata.dims import MLADims, RopeSpec, YarnSpec
 from mla.weights import MLAWeights
@@ -203,7 +203,7 @@ def weights_from_state_dict(
     """
     if dtype is not None and dtype not in FLOATS:
         raise WeightsError(f"dtype: expected {' or '.join(map(dtype_name, FLOATS))}, got {dtype}")
-    where = None if device is None else as_device("device", device, WeightsError)
+    where = None if device is None else usable_device("device", device, WeightsError)
     found: dict[str, torch.Tensor] = {}
     used = set()
     for field, name in _wanted(dims).items():

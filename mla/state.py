@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import attrs
 import torch
 
-from mla._checks import as_device, as_items, check_instance, check_int
+from mla._checks import as_items, check_instance, check_int, usable_device
 from mla.errors import MetadataError
 from mla.metadata.advance import check_page_numbers, paged_kv_tensors, step_tensors
 from mla.metadata.records import DecodeMetadata, MLAMetadata, PagedKV
@@ -116,7 +116,7 @@ class DecodeGraphState:
             check_page_numbers(num_blocks, block_size // size)
         if len(set(pages)) != len(pages):
             raise MetadataError(f"page_sizes: expected every page size once, got {pages}")
-        where = as_device("device", device, MetadataError)
+        where = usable_device("device", device, MetadataError)
         self._max_seq_len, self._block_size, self._num_blocks, self._query_len = max_seq_len, block_size, num_blocks, query_len
         self._sizes = tuple(sorted({max_num_seqs, *sizes}))
         self._captured: tuple[int, ...] = ()

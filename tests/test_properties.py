@@ -243,6 +243,10 @@ def running_totals(counts):
     return totals
 
 
+def room(s, block_size):
+    return len(s.blocks) * block_size - s.seq_len
+
+
 def model_part(sequences, num_rows, pad_tokens, step):
     """Every field of a part, token by token."""
     block_size, profile = step.block_size, step.groups[0].block_ids is None
@@ -288,7 +292,9 @@ def model_part(sequences, num_rows, pad_tokens, step):
         "max_query_len": max((s.query_len for s in real), default=0),
         "max_seq_len": max((s.seq_len for s in real), default=0),
         "min_num_blocks": max((block + 1 for s in real for block in s.blocks), default=0),
-        "steps_left": 0 if profile else min((len(s.blocks) * block_size - s.seq_len for s in real), default=2**31 - 1),
+        "steps_left": 0
+        if profile
+        else min((len(s.blocks) * block_size - s.seq_len for s in real if s.seq_len), default=2**31 - 1),
         "paged_kv": paged,
         "block_table": None if profile else [list(s.blocks) + [0] * (width - len(s.blocks)) for s in padded],
     }, real

@@ -49,9 +49,11 @@ def _frozen(mapping: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return mapping if isinstance(mapping, MappingProxyType) else MappingProxyType(dict(mapping))
 
 
-def _check_name(field: str, name: object) -> None:
-    if not isinstance(name, Hashable):
-        raise CacheError(f"{field}: expected a hashable name, got {name!r:.60}")
+def _check_name(field: str, name: Hashable) -> None:
+    try:
+        hash(name)
+    except TypeError:
+        raise CacheError(f"{field}: expected a hashable name, got {name!r:.60}") from None
 
 
 def _digest(parent: bytes, token_ids: tuple[int, ...]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
-from mla._checks import FLOATS, as_device, check_instance, check_int, describe, dtype_name, named_fields
+from mla._checks import FLOATS, check_instance, check_int, describe, dtype_name, named_fields, usable_device
 from mla.errors import CacheError
 
 __all__ = ["CACHE_DTYPES", "LatentCacheSpec", "allocate_latent_cache", "check_latent_cache"]
@@ -94,7 +94,7 @@ def allocate_latent_cache(spec: LatentCacheSpec, num_blocks: int, *, device: tor
         `num_blocks` is not an int >= 0, or no such device.
     """
     check_instance("spec", spec, LatentCacheSpec, CacheError)
-    return torch.zeros(spec.shape(num_blocks), dtype=spec.dtype, device=as_device("device", device, CacheError))
+    return torch.zeros(spec.shape(num_blocks), dtype=spec.dtype, device=usable_device("device", device, CacheError))
 
 
 def check_latent_cache(field: str, latent_cache: object) -> torch.Tensor:

@@ -68,6 +68,7 @@ def check_attention_inputs(
             raise KernelError("latent_cache: expected a cache to read from, got None")
         return
     check_latent_cache("latent_cache", latent_cache)
+    kernels.check_cache(latent_cache)
     num_blocks, block_size, latent_dim = latent_cache.shape
     if latent_cache.device != q.device:
         raise KernelError(f"latent_cache: expected device {q.device}, got {latent_cache.device}")
@@ -91,7 +92,8 @@ def prefill_workspace_bytes(dims: MLADims, *, num_query_tokens: int, context_chu
     """Bytes that chunked context takes beyond inputs and outputs, whatever the length of the context.
 
     The gathered rows, the keys and values made of them, and three outputs with their LSE: the pass's own, the wide one that the
-    passes are merged into, and the merged one. What a kernel needs inside comes on top.
+    passes are merged into, and the merged one. What a kernel needs inside comes on top, and so do the temporaries of merging
+    where they are not cut into blocks of rows (off the CPU).
 
     Parameters
     ----------

@@ -20,6 +20,7 @@ import attrs
 import numpy as np
 import torch
 
+from mla.errors import KernelError
 from mla.metadata.records import DecodeMetadata
 
 __all__ = ["LONGEST_PIECE", "UNIT", "DecodeItem", "DecodePlan", "DecodeStack", "make_plan"]
@@ -168,6 +169,11 @@ def make_plan(metadata: DecodeMetadata, block_size: int) -> DecodePlan:
     -------
     DecodePlan
         On the device of the metadata.
+
+    Raises
+    ------
+    KernelError
+        A block outside ``0 .. min_num_blocks - 1``.
     """
     starts, lens, table = (
         x.cpu().numpy().astype(np.int64) for x in (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
@@ -193,7 +199,11 @@ def make_plan(metadata: DecodeMetadata, block_size: int) -> DecodePlan:
     run = start[piece] // unit + place
     run = np.where(run * unit < lens[seq][piece], run, 0)
     per_block = block_size // unit
-    units = table[seq[piece], run // per_block] * per_block + run % per_block
+    blocks = table[seq[piece], run // per_block]
+    if blocks.size and (blocks.min() < 0 or blocks.max() >= metadata.min_num_blocks):
+        bad = blocks[(blocks < 0) | (blocks >= metadata.min_num_blocks)]
+        raise KernelError(f"block_table: expected blocks in 0..{metadata.min_num_blocks - 1}, got {int(bad[0])}")
+    units = blocks * per_block + run % per_block
 
     seen = np.clip(lens[seq] - start, 0, length)
     seen_first = np.clip(lens[seq] - new[seq] + 1 - start, 0, length)

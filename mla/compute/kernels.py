@@ -144,6 +144,10 @@ def _no_plan(metadata: DecodeMetadata) -> Plan | None:
     return None
 
 
+def _any_cache(latent_cache: torch.Tensor) -> None:
+    return
+
+
 def _no_objection(dims: MLADims) -> str | None:
     return None
 
@@ -166,6 +170,10 @@ class KernelSet:
         See `WriteLatentCache` and `GatherLatentCache`; plain torch by default.
     make_plan : callable
         ``make_plan(decode_metadata)``: what `paged_decode` derives from a step's record and every layer uses; see `plan`.
+    plan_type : type
+        Of what `make_plan` returns.
+    check_cache : callable
+        ``check_cache(latent_cache)`` refuses a cache that the kernels cannot read, before anything is written to it.
     page_size : int or None
         The `PagedKV` that `paged_decode` needs in the metadata; None for none.
     objection : callable
@@ -184,6 +192,8 @@ class KernelSet:
     write_latent_cache_: WriteLatentCache = write_latent_cache_
     gather_latent_cache: GatherLatentCache = gather_latent_cache
     make_plan: Callable[[DecodeMetadata], Plan | None] = _no_plan
+    plan_type: type = object
+    check_cache: Callable[[torch.Tensor], None] = _any_cache
     page_size: int | None = None
     objection: Callable[[MLADims], str | None] = _no_objection
     differentiable: bool = False
@@ -222,7 +232,7 @@ class KernelSet:
         """
         if plan is None:
             return
-        if not hasattr(plan, "metadata"):
+        if not hasattr(plan, "metadata") or not isinstance(plan, self.plan_type):
             raise KernelError(f"plan: expected what {self.name}.plan(metadata.decode) returns, got {describe(plan)}")
         if plan.metadata is not metadata:
             raise KernelError(f"plan: expected {self.name}.plan(metadata.decode) of this step, got the plan of another record")

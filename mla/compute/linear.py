@@ -97,7 +97,7 @@ def _cpu_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if x.dtype not in K_STEP:
         return _cpu_product(x.float(), weight.float()).to(x.dtype)
     num_rows, depth, columns = x.shape[1], x.shape[2], weight.shape[2]
-    tiled = x.dtype != torch.bfloat16 and torch.backends.cpu.get_cpu_capability() != "AVX512"
+    tiled = x.dtype != torch.bfloat16 and not torch.compiler.is_compiling() and _without_avx512()
     halves = 2 if tiled and x.shape[0] == 1 else 1
     more_k = max(-depth % K_MULTIPLE, K_MULTIPLE - depth)
     more_columns = max(-columns % halves, halves * MIN_COLUMNS - columns)
@@ -120,21 +120,26 @@ def _cpu_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out[:, :num_rows, :columns]
 
 
+def _without_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability() != "AVX512"  # cannot be traced, so compiled code does not ask
+
+
 def _sum_parts(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Parts in order; bfloat16 parts are rounded once each and added in float32."""
     step = K_STEP[x.dtype]
-    part = total = None
-    for k in range(0, x.shape[2], step):
+    part = _batched_product(x[..., :step], weight[:, :step], None, out)
+    total = None
+    for k in range(step, x.shape[2], step):
         rows, columns = x[..., k : k + step], weight[:, k : k + step]
         if x.dtype != torch.bfloat16:
             part = _batched_product(rows, columns, part, out)
-            continue
-        part = _batched_product(rows, columns, None, out)
-        if x.shape[2] > step:
-            total = part.float() if total is None else total + part
-    if total is not None:
-        return total.to(x.dtype) if out is None else out.copy_(total)
-    return x.new_zeros(x.shape[0], x.shape[1], weight.shape[2]) if part is None else part
+        else:
+            before = part.float() if total is None else total
+            part = _batched_product(rows, columns, None, out)
+            total = before + part
+    if total is None:
+        return part
+    return total.to(x.dtype) if out is None else out.copy_(total)
 
 
 def _batched_product(

@@ -98,6 +98,8 @@ def make_kernel_set(
         paged_decode=functools.partial(rocm_decode.paged_decode_by, installed),
         varlen_attention=functools.partial(rocm_prefill.varlen_attention_by, installed),
         make_plan=plan_decode,
+        plan_type=AiterDecodePlan,
+        check_cache=rocm_decode.check_cache,
         page_size=PAGE_SIZE,
         objection=functools.partial(_objection, installed),
         remark=(

@@ -187,6 +187,24 @@ def merge_splits(out: torch.Tensor, splits: SplitWeights) -> torch.Tensor:
     return merged / splits.total[..., None]
 
 
+def check_cache(latent_cache: torch.Tensor) -> None:
+    """Refuse a cache that AITER's decode kernels cannot read.
+
+    Raises
+    ------
+    KernelError
+        Another dtype than bfloat16, or more bytes than AITER's offsets reach.
+    """
+    if latent_cache.dtype != torch.bfloat16:
+        raise KernelError(f"latent_cache: expected bfloat16 (AITER takes no mixed types here), got {latent_cache.dtype}")
+    size = latent_cache.numel() * latent_cache.itemsize
+    if size > MAX_CACHE_BYTES:
+        rows = MAX_CACHE_BYTES // (latent_cache.shape[2] * latent_cache.itemsize)
+        raise KernelError(
+            f"latent_cache: expected at most {MAX_CACHE_BYTES} bytes ({rows} tokens), where AITER's offsets end, got {size}"
+        )
+
+
 def _check_decode(
     q: torch.Tensor, latent_cache: torch.Tensor, metadata: DecodeMetadata, *, kv_lora_rank: int, softmax_scale: float
 ) -> None:
@@ -195,8 +213,7 @@ def _check_decode(
     check_latent_cache("latent_cache", latent_cache)
     check_positive_float("softmax_scale", softmax_scale, KernelError)
     num_blocks, block_size, latent_dim = latent_cache.shape
-    if latent_cache.dtype != torch.bfloat16:
-        raise KernelError(f"latent_cache: expected bfloat16 (AITER takes no mixed types here), got {latent_cache.dtype}")
+    check_cache(latent_cache)
     if q.shape[2] != latent_dim:
         raise KernelError(f"q: expected latent_dim {latent_dim} as in the cache, got {q.shape[2]}")
     if (kv_lora_rank, latent_dim) != (KV_LORA_RANK, LATENT_DIM):
@@ -205,12 +222,6 @@ def _check_decode(
     for name, x in (("latent_cache", latent_cache), ("metadata", metadata.seq_lens)):
         if x.device != q.device:
             raise KernelError(f"{name}: expected device {q.device} as of q, got {x.device}")
-    size = latent_cache.numel() * latent_cache.itemsize
-    if size > MAX_CACHE_BYTES:
-        rows = MAX_CACHE_BYTES // (latent_dim * latent_cache.itemsize)
-        raise KernelError(
-            f"latent_cache: expected at most {MAX_CACHE_BYTES} bytes ({rows} tokens), where AITER's offsets end, got {size}"
-        )
     if num_blocks < metadata.min_num_blocks:
         raise KernelError(f"latent_cache: expected at least {metadata.min_num_blocks} blocks, got {num_blocks}")
     if block_size != metadata.block_size:

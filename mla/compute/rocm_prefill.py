@@ -45,7 +45,7 @@ def varlen_attention_by(
     check_positive_float("softmax_scale", softmax_scale, KernelError)
     check_prefill_head_dims(q.shape[2], v.shape[2])
     num_tokens, num_heads = q.shape[:2]
-    if 0 in (num_tokens, num_heads, k.shape[0], bound["num_seqs"], max_query_len, max_kv_len):
+    if 0 in (num_tokens, num_heads, k.shape[0], query_start_loc.shape[0] - 1, max_query_len, max_kv_len):
         return q.new_zeros(num_tokens, num_heads, v.shape[2]), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = installed.flash_attn_varlen_func(

@@ -8,7 +8,6 @@ import attrs
 import torch
 
 from mla._checks import (
-    as_device,
     check_floating,
     check_instance,
     check_int,
@@ -17,6 +16,7 @@ from mla._checks import (
     describe,
     named_fields,
     tensor,
+    usable_device,
 )
 from mla.errors import KernelError
 from mla.metadata.dims import RopeSpec
@@ -118,7 +118,7 @@ def rope_table(
     """
     check_instance("spec", spec, RopeSpec, KernelError)
     check_int("max_len", max_len, low=1, error=KernelError)
-    where = as_device("device", device, KernelError)
+    where = usable_device("device", device, KernelError)
     if dtype not in (torch.float32, torch.float64):
         raise KernelError(f"dtype: expected float32 or float64, got {dtype}")
     angles = torch.arange(max_len, dtype=torch.float64)[:, None] * rope_frequencies(spec)

@@ -29,6 +29,7 @@ CPU_MLA = KernelSet(
     paged_decode=cpu.paged_decode,
     varlen_attention=cpu.varlen_attention,
     make_plan=_plan_cpu,
+    plan_type=cpu.DecodePlan,
     remark="plain torch on the CPU, any head count, block size and width; float16 is computed in float32",
 )
 """Plain torch, tuned for the CPU."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mla._checks import as_device, as_items, check_choice, check_int
+from mla._checks import as_items, check_choice, check_int, usable_device
 from mla.errors import MetadataError
 from mla.metadata.batch import Batch, read_groups, refuse_shared_slots, refuse_wide_slots
 from mla.metadata.groups import SequenceGroup
@@ -123,7 +123,7 @@ def build_metadata(
     [20, 21, 22, 8]
     """
     sizes = _check_numbers(block_size, page_sizes, context_chunk_tokens, max_blocks_per_seq)
-    target = as_device("device", device, MetadataError)
+    target = usable_device("device", device, MetadataError)
     check_choice("chunk_policy", chunk_policy, _POLICIES, MetadataError)
     if context_workspace_tokens is None:
         context_workspace_tokens = context_chunk_tokens
@@ -230,7 +230,7 @@ class _Draft:
         if part.table is None:
             return
         self._tickets["block_table"] = buffer.add(part.table.dense(rows))
-        self._numbers["steps_left"] = int((part.room - part.seq_lens).min(initial=2**31 - 1))
+        self._numbers["steps_left"] = int((part.room - part.seq_lens)[part.seq_lens > 0].min(initial=2**31 - 1))
         for size in page_sizes:
             counts, pages, last = page_list(part.table, part.seq_lens, block_size=block_size, page_size=size)
             padding = np.zeros(rows - len(counts), np.int64)

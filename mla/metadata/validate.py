@@ -95,8 +95,10 @@ def _check_part(part: PrefillMetadata | DecodeMetadata) -> None:
         _check_paged(paged, part, part.block_table)
     if isinstance(part, PrefillMetadata):
         _check_chunks(part, part.block_table)
-    elif num_real:
-        room = int((capacity - part.seq_lens[query_lens > 0]).min())
+    live = part.seq_lens[part.seq_lens > 0]
+    if live.numel():
+        # An upper bound: the table does not say which of a row's zeros are padding.
+        room = int((capacity - live).min())
         if part.steps_left > room:
             raise MetadataError(f"steps_left: expected at most {room}, got {part.steps_left}")
 
@@ -121,8 +123,9 @@ def _check_chunks(part: PrefillMetadata, table: torch.Tensor) -> None:
         if int(chunk.kv_start_loc[-1]) != chunk.num_kv_tokens:
             raise MetadataError(f"kv_start_loc: expected {chunk.num_kv_tokens} keys, got {int(chunk.kv_start_loc[-1])}")
         for name, lens in (("max_kv_len", kv_lens), ("max_query_len", starts.diff())):
-            if getattr(chunk, name) < int(lens.max()):
-                raise MetadataError(f"{name}: expected at least {int(lens.max())}, got {getattr(chunk, name)}")
+            longest = max(lens.tolist(), default=0)
+            if getattr(chunk, name) < longest:
+                raise MetadataError(f"{name}: expected at least {longest}, got {getattr(chunk, name)}")
         used = kv_lens > 0
         _same("starts", chunk.starts[used], next_position[rows][used], "where the pass before ended")
         seqs = torch.repeat_interleave(torch.arange(chunk.num_seqs), kv_lens)
