@@ -261,10 +261,7 @@ class DecodeGraphState:
         MetadataError
             A batch that does not fit; nothing is written then.
         """
-        size = self._check_fits(metadata)
-        decode = metadata.decode
-        if decode is None:
-            raise MetadataError("metadata: expected decoding sequences, got none")
+        decode, size = self._check_fits(metadata)
         last, rows, tokens = self._batch, decode.num_seqs, decode.num_tokens
         columns = min(decode.block_table.shape[1], self._block_table.shape[1])
         for buffer, source in ((self._query_start_loc, decode.query_start_loc), (self._seq_start_loc, decode.seq_start_loc)):
@@ -300,8 +297,8 @@ class DecodeGraphState:
             source = self._staging[: rows * columns].view(rows, columns).copy_(source, non_blocking=True)
         self._block_table[:rows, :columns].copy_(source, non_blocking=True)
 
-    def _check_fits(self, metadata: MLAMetadata) -> int:
-        """Refuse a batch that does not fit; the number of rows that it is padded to."""
+    def _check_fits(self, metadata: MLAMetadata) -> tuple[DecodeMetadata, int]:
+        """Refuse a batch that does not fit; its decode part and the number of rows that it is padded to."""
         check_instance("metadata", metadata, MLAMetadata, MetadataError)
         decode = metadata.decode
         if metadata.prefill is not None or decode is None:
@@ -328,7 +325,7 @@ class DecodeGraphState:
             )
         for pages in self._pages:
             decode.paged_kv_of(pages.page_size)
-        return size
+        return decode, size
 
     def advance_(self) -> MLAMetadata:
         """One decoding step on the device: every new token is accepted and each sequence takes as many again.

@@ -356,7 +356,7 @@ def test_plan_refuses_a_narrow_table_and_no_block_size():
     ("change", "message"),
     [
         (lambda a: a.update(q=a["q"][0]), r"q: expected shape \(num_tokens, num_heads, latent_dim\), got \(4, 40\)"),
-        (lambda a: a.update(q=a["q"].int()), r"q: expected float64, float32, bfloat16 or float16, got torch.int32"),
+        (lambda a: a.update(q=a["q"].int()), r"q: expected float64 or float32 or bfloat16 or float16, got torch.int32"),
         (lambda a: a.update(q=a["q"][..., :39]), "q: expected latent_dim 40 as in the cache, got 39"),
         (lambda a: a.update(q=a["q"][:0]), "q: expected at least 1 tokens, got 0"),
         (lambda a: a.update(latent_cache=a["latent_cache"][0]), r"latent_cache: expected shape .*, got \(16, 40\)"),
@@ -366,8 +366,8 @@ def test_plan_refuses_a_narrow_table_and_no_block_size():
         (lambda a: a.update(latent_cache=a["latent_cache"].to("meta")), "latent_cache: expected device cpu as of q, got meta"),
         (lambda a: a.update(kv_lora_rank=41), "kv_lora_rank: expected 1 to latent_dim = 40, got 41"),
         (lambda a: a.update(kv_lora_rank=0), "kv_lora_rank: expected 1 to latent_dim = 40, got 0"),
-        (lambda a: a.update(softmax_scale=0.0), "softmax_scale: expected a finite number above 0, got 0.0"),
-        (lambda a: a.update(softmax_scale=math.nan), "softmax_scale: expected a finite number above 0, got nan"),
+        (lambda a: a.update(softmax_scale=0.0), "softmax_scale: expected a finite number > 0, got 0.0"),
+        (lambda a: a.update(softmax_scale=math.nan), "softmax_scale: expected a finite number > 0, got nan"),
     ],
 )
 def test_decode_errors(change, message):
@@ -391,7 +391,7 @@ def test_decode_errors(change, message):
         (lambda a: a.update(query_lens=[6]), "query_start_loc: expected at most 5 rows, got 6"),
         (lambda a: a.update(kv_lens=[6]), "kv_start_loc: expected at most 5 rows, got 6"),
         (lambda a: a.update(kv_lens=[2, 3]), r"query_start_loc, kv_start_loc: expected one shape .*, got \(2,\) and \(3,\)"),
-        (lambda a: a.update(scale=-1.0), "softmax_scale: expected a finite number above 0, got -1.0"),
+        (lambda a: a.update(scale=-1.0), "softmax_scale: expected a finite number > 0, got -1.0"),
     ],
 )
 def test_varlen_errors(change, message):

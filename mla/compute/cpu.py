@@ -7,10 +7,9 @@ because most CPUs have no fast float16 product.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
+from mla._checks import check_floating, check_positive_float
 from mla.compute import cpu_decode, cpu_plan, cpu_prefill
 from mla.compute.cpu_plan import DecodePlan
 from mla.compute.cpu_stack import Workspace
@@ -18,8 +17,6 @@ from mla.errors import KernelError
 from mla.metadata.records import DecodeMetadata
 
 __all__ = ["DecodePlan", "paged_decode", "plan_decode", "varlen_attention"]
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -33,16 +30,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _check_rank(name: str, x: torch.Tensor, shape: str) -> None:
     if x.dim() != 3:
         raise KernelError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
-
-
-def _check_dtype(q: torch.Tensor) -> None:
-    if q.dtype not in DTYPES:
-        raise KernelError(f"q: expected float64, float32, bfloat16 or float16, got {q.dtype}")
-
-
-def _check_scale(softmax_scale: float) -> None:
-    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
-        raise KernelError(f"softmax_scale: expected a finite number above 0, got {softmax_scale!r}")
 
 
 def plan_decode(metadata: DecodeMetadata, block_size: int) -> DecodePlan:
@@ -133,8 +120,8 @@ def paged_decode(
     """
     _check_rank("q", q, "(num_tokens, num_heads, latent_dim)")
     _check_rank("latent_cache", latent_cache, "(num_blocks, block_size, latent_dim)")
-    _check_dtype(q)
-    _check_scale(softmax_scale)
+    check_floating("q", q, KernelError)
+    check_positive_float("softmax_scale", softmax_scale, KernelError)
     num_blocks, block_size, latent_dim = latent_cache.shape
     if q.shape[2] != latent_dim:
         raise KernelError(f"q: expected latent_dim {latent_dim} as in the cache, got {q.shape[2]}")
@@ -172,7 +159,7 @@ def _check_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: tup
     _check_rank("q", q, "(num_tokens, num_heads, qk_head_dim)")
     _check_rank("k", k, "(num_kv_tokens, num_heads, qk_head_dim)")
     _check_rank("v", v, "(num_kv_tokens, num_heads, v_head_dim)")
-    _check_dtype(q)
+    check_floating("q", q, KernelError)
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise KernelError(f"{name}: expected {q.dtype} as q, got {x.dtype}")
@@ -239,7 +226,7 @@ def varlen_attention(
     DeepSeek-AI, "DeepSeek-V2", section 2.1, equations 1 to 8.
     """
     _check_varlen(q, k, v, (query_start_loc, kv_start_loc))
-    _check_scale(softmax_scale)
+    check_positive_float("softmax_scale", softmax_scale, KernelError)
     starts, kv_starts = query_start_loc.tolist(), kv_start_loc.tolist()
     for name, end, x in (("query_start_loc", starts[-1], q), ("kv_start_loc", kv_starts[-1], k)):
         if end > x.shape[0]:
