@@ -308,7 +308,7 @@ def test_plan_is_pure_and_serves_every_call():
         assert torch.equal(got[0], want[0])
         assert torch.equal(got[1], want[1])
     assert all(torch.equal(a, b) for a, b in zip(before, read, strict=True))
-    assert all(item.num_pieces >= 2 for stack in plan.stacks for item in stack.items)
+    assert all(item.num_pieces >= 2 for group in plan.groups for item in group.items)
 
 
 def test_plan_of_many_sequences_is_cheap():

@@ -139,19 +139,20 @@ def paged_decode(
     if q.shape[0] < made.num_tokens:
         raise KernelError(f"q: expected at least {made.num_tokens} tokens, got {q.shape[0]}")
 
-    out = q.new_zeros(q.shape[0], q.shape[1], kv_lora_rank)
-    lse = q.new_full(q.shape[:2], -torch.inf, dtype=_wide(q.dtype))
-    if not made.stacks or q.shape[1] == 0:
-        return out, lse
     units = latent_cache.view(-1, made.unit * latent_dim)
     rows = q.to(_compute_dtype(q.dtype)).contiguous()
     workspace = Workspace(q.device)
-    for stack in made.stacks:
-        part, part_lse = cpu_decode.run_stack(
-            stack, rows, units, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale, workspace=workspace
-        )
-        out.index_copy_(0, stack.tokens, part.to(q.dtype))
-        lse.index_copy_(0, stack.tokens, part_lse)
+    options = {"kv_lora_rank": kv_lora_rank, "softmax_scale": softmax_scale, "workspace": workspace}
+    groups = made.groups if q.shape[1] else ()
+    if len(groups) == 1 and groups[0].is_whole and q.shape[0] == made.num_tokens:
+        out, lse = cpu_decode.run_group(groups[0], rows, units, **options)
+        return out.to(q.dtype), lse
+    out = q.new_zeros(q.shape[0], q.shape[1], kv_lora_rank)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=_wide(q.dtype))
+    for group in groups:
+        part, part_lse = cpu_decode.run_group(group, rows, units, **options)
+        out.index_copy_(0, group.tokens, part.to(q.dtype))
+        lse.index_copy_(0, group.tokens, part_lse)
     return out, lse
 
 

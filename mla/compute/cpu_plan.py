@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
 
 import attrs
 import numpy as np
@@ -23,13 +22,13 @@ import torch
 from mla.errors import KernelError
 from mla.metadata.records import DecodeMetadata
 
-__all__ = ["LONGEST_PIECE", "UNIT", "DecodeItem", "DecodePlan", "DecodeStack", "make_plan"]
+__all__ = ["LONGEST_PIECE", "UNIT", "DecodeGroup", "DecodeItem", "DecodeMerge", "DecodePlan", "make_plan"]
 
 LONGEST_PIECE = 512
 """Keys of a piece at most: with AMX, sums of more than about 800 products change bits with the number of threads."""
 
-ITEM_KEYS = 4096
-"""Keys that are gathered at a time: their rows and scores stay in the second-level cache."""
+ITEM_KEYS = 8192
+"""Keys that are gathered at a time: fewer cost more calls, more cost memory."""
 
 ITEM_PIECES = 64
 """Pieces that are gathered at a time: every piece brings a copy of its queries."""
@@ -40,49 +39,75 @@ UNIT = 16
 
 @attrs.frozen(kw_only=True, eq=False)
 class DecodeItem:
-    """Pieces that are gathered and multiplied together.
+    """Pieces of one length that are gathered and multiplied together.
 
     Parameters
     ----------
-    num_pieces : int
-        At least 2, all of the stack's `piece_len`.
+    num_pieces, piece_len : int
+        At least 2 pieces, and the keys of each (a multiple of 16).
+    seqs : torch.Tensor of shape (num_pieces,), int64
+        The group's sequence of each piece.
     units : torch.Tensor of shape (num_pieces * piece_len / unit,), int64
         Runs of `DecodePlan.unit` cache rows; the padding repeats the first run of the same sequence.
-    hidden : torch.Tensor of shape (num_hidden,), int64
-        Keys, counted over all pieces, that no token of their sequence sees.
-    partly : torch.Tensor of shape (num_partly,), int64
-        Keys that some tokens of their sequence see.
-    first_token : torch.Tensor of shape (num_partly,), int64
-        The first token that sees each of those.
+    missing : torch.Tensor of shape (num_missing,), int64
+        Keys, counted over all pieces, that do not exist.
+    seen : torch.Tensor of shape (num_pieces, query_len), int64
+        How many keys of the piece each new token sees, counted from the first.
+    is_partial, has_blind : bool
+        Whether some token does not see all keys of its piece; whether one sees none.
     """
 
     num_pieces: int
+    piece_len: int
+    seqs: torch.Tensor
     units: torch.Tensor
-    hidden: torch.Tensor
-    partly: torch.Tensor
-    first_token: torch.Tensor
+    missing: torch.Tensor
+    seen: torch.Tensor
+    is_partial: bool
+    has_blind: bool
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class DecodeStack:
-    """Whole sequences of one shape: equally many new tokens, equally many pieces of one length.
+class DecodeMerge:
+    """Sequences with equally many pieces, whose results are merged together.
 
     Parameters
     ----------
-    num_seqs, query_len, num_pieces, piece_len : int
-        Sequences, new tokens of each, pieces of each, keys of a piece (a multiple of 16).
+    num_seqs, num_pieces : int
+        Sequences, and pieces of each.
+    pieces : torch.Tensor of shape (num_seqs * num_pieces,), int64, or None
+        The results of each sequence in key order, counted over the pieces of all items; None for all of them as they lie.
+    """
+
+    num_seqs: int
+    num_pieces: int
+    pieces: torch.Tensor | None
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class DecodeGroup:
+    """All sequences with equally many new tokens, those with equally many pieces together.
+
+    Parameters
+    ----------
+    num_seqs, query_len : int
+        Sequences, and new tokens of each.
     tokens : torch.Tensor of shape (num_seqs * query_len,), int64
         Their rows of q.
+    is_whole : bool
+        Whether those are all tokens of the step, in order.
     items : tuple of DecodeItem
-        All pieces, sequence by sequence; more than one item only for a single sequence.
+        Every piece once.
+    merges : tuple of DecodeMerge
+        Every sequence once, in order.
     """
 
     num_seqs: int
     query_len: int
-    num_pieces: int
-    piece_len: int
     tokens: torch.Tensor
+    is_whole: bool
     items: tuple[DecodeItem, ...]
+    merges: tuple[DecodeMerge, ...]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -97,7 +122,7 @@ class DecodePlan:
         Rows of q that the sequences have, and tokens per block of the cache.
     unit : int
         Cache rows that are gathered as one run: the greatest common divisor of `block_size` and 16.
-    stacks : tuple of DecodeStack
+    groups : tuple of DecodeGroup
         Every sequence that has keys and new tokens, once.
     """
 
@@ -105,7 +130,7 @@ class DecodePlan:
     num_tokens: int
     block_size: int
     unit: int
-    stacks: tuple[DecodeStack, ...]
+    groups: tuple[DecodeGroup, ...]
 
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -136,27 +161,85 @@ def _spread(counts: Ints) -> tuple[Ints, Ints]:
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _stack_bounds(query_lens: Ints, num_pieces: Ints, piece_len: Ints) -> list[tuple[int, int]]:
-    """Ranges of sorted sequences that make a stack: one shape, and no more keys and pieces than an item takes."""
-    shape = np.stack([query_lens, num_pieces, piece_len])
-    edges = [0, *(np.flatnonzero((shape[:, 1:] != shape[:, :-1]).any(0)) + 1).tolist(), len(query_lens)]
-    bounds = []
-    for first, last in itertools.pairwise(edges):
-        if first < last:
-            pieces, keys = int(num_pieces[first]), int(piece_len[first])
-            size = max(1, min(ITEM_KEYS // (pieces * keys), ITEM_PIECES // pieces))
-            bounds += [(i, min(i + size, last)) for i in range(first, last, size)]
-    return bounds
-
-
-def _item_counts(num_pieces: int, piece_len: int) -> list[int]:
+def _item_sizes(num_pieces: int, piece_len: int) -> list[int]:
     """Sizes of the items that these pieces make, as equal as can be: none of them is a single piece."""
-    parts = -(-num_pieces * piece_len // ITEM_KEYS) if num_pieces * piece_len > ITEM_KEYS else 1
+    parts = max(-(-num_pieces * piece_len // ITEM_KEYS), -(-num_pieces // ITEM_PIECES))
     return [num_pieces * (i + 1) // parts - num_pieces * i // parts for i in range(parts)]
 
 
+def _runs(lens: Ints, table: Ints, starts: Ints, length: int, block_size: int, num_blocks: int) -> Ints:
+    """Which runs of cache rows pieces of one length read: those past a sequence's end repeat its first."""
+    unit = math.gcd(block_size, UNIT)
+    run = starts[:, None] // unit + np.arange(length // unit)
+    run = np.where(run * unit < lens[:, None], run, 0)
+    per_block = block_size // unit
+    blocks = np.take_along_axis(table, run // per_block, 1)
+    if blocks.min() < 0 or blocks.max() >= num_blocks:
+        bad = blocks[(blocks < 0) | (blocks >= num_blocks)]
+        raise KernelError(f"block_table: expected blocks in 0..{num_blocks - 1}, got {int(bad[0])}")
+    return blocks * per_block + run % per_block
+
+
+def _plan_group(lens: Ints, tokens: Ints, table: Ints, metadata: DecodeMetadata, block_size: int) -> DecodeGroup:
+    """The pieces of sequences with equally many new tokens: `tokens` (num_seqs, query_len) are their rows of q."""
+    device, query_len = metadata.seq_lens.device, tokens.shape[1]
+    num_pieces, piece_len = cut_lengths(lens)
+    order = np.argsort(num_pieces, kind="stable")
+    lens, tokens, table, num_pieces, piece_len = (x[order] for x in (lens, tokens, table, num_pieces, piece_len))
+    # One row per piece from here on: those of one length together.
+    seqs, index = _spread(num_pieces)
+    visible = lens[:, None] - query_len + 1 + np.arange(query_len)
+    seen = np.clip(visible[seqs] - (index * piece_len[seqs])[:, None], 0, piece_len[seqs][:, None])
+    order = np.lexsort((seen[:, 0] < piece_len[seqs], piece_len[seqs]))  # few items with a mask
+    place = np.argsort(order, kind="stable")
+    seqs, index, seen = seqs[order], index[order], seen[order]
+    lengths = piece_len[seqs]
+    starts = index * lengths
+
+    edges = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
+    items = []
+    for first, last in itertools.pairwise(edges):
+        keys = int(lengths[first])
+        for begin, end in itertools.pairwise(first + np.cumsum([0, *_item_sizes(last - first, keys)])):
+            here = slice(begin, end)
+            real = lens[seqs[here]] - starts[here]
+            units = _runs(lens[seqs[here]], table[seqs[here]], starts[here], keys, block_size, metadata.min_num_blocks)
+            missing = np.flatnonzero(np.arange(keys) >= real[:, None])
+            items.append(
+                DecodeItem(
+                    num_pieces=int(end - begin),
+                    piece_len=keys,
+                    seqs=torch.from_numpy(seqs[here]).to(device),
+                    units=torch.from_numpy(units.ravel()).to(device),
+                    missing=torch.from_numpy(missing).to(device),
+                    seen=torch.from_numpy(seen[here]).to(device),
+                    is_partial=bool((seen[here] < keys).any()),
+                    has_blind=bool((seen[here] == 0).any()),
+                )
+            )
+    merges = []
+    for count in np.unique(num_pieces).tolist():
+        pieces = place[np.repeat(num_pieces == count, num_pieces)]
+        in_order = len(pieces) == len(place) and bool((np.diff(pieces) == 1).all())
+        merges.append(
+            DecodeMerge(
+                num_seqs=len(pieces) // count,
+                num_pieces=count,
+                pieces=None if in_order else torch.from_numpy(pieces).to(device),
+            )
+        )
+    return DecodeGroup(
+        num_seqs=len(lens),
+        query_len=query_len,
+        tokens=torch.from_numpy(tokens.ravel()).to(device),
+        is_whole=np.array_equal(tokens.ravel(), np.arange(metadata.query_start_loc[-1].item())),
+        items=tuple(items),
+        merges=tuple(merges),
+    )
+
+
 def make_plan(metadata: DecodeMetadata, block_size: int) -> DecodePlan:
-    """Cut, sort and stack the sequences of a batch. Reads the metadata's values; moves the result to its device once.
+    """Cut and sort the sequences of a batch. Reads the metadata's values; moves the result to its device once.
 
     Parameters
     ----------
@@ -175,88 +258,19 @@ def make_plan(metadata: DecodeMetadata, block_size: int) -> DecodePlan:
     KernelError
         A block outside ``0 .. min_num_blocks - 1``.
     """
-    starts, lens, table = (
+    first_tokens, lens, table = (
         x.cpu().numpy().astype(np.int64) for x in (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
     )
-    new = np.diff(starts)
-    seqs = np.flatnonzero((lens > 0) & (new > 0))
-    pieces, keys = cut_lengths(lens[seqs])
-    order = np.lexsort((seqs, pieces, keys, new[seqs]))
-    seqs, pieces, keys = seqs[order], pieces[order], keys[order]
-    bounds = _stack_bounds(new[seqs], pieces, keys)
-
-    # One row per piece from here on: its sequence, its first key, its length, the item that it belongs to.
-    owner, index = _spread(pieces)
-    seq, length = seqs[owner], keys[owner]
-    start = index * length
-    ends = np.cumsum(pieces)
-    counts = [_item_counts(int(ends[last - 1] - ends[first] + pieces[first]), int(keys[first])) for first, last in bounds]
-    item_sizes = np.array([n for c in counts for n in c], dtype=np.int64)
-    offset = _spread(item_sizes)[1] * length
-
-    unit = math.gcd(block_size, UNIT)
-    piece, place = _spread(length // unit)
-    run = start[piece] // unit + place
-    run = np.where(run * unit < lens[seq][piece], run, 0)
-    per_block = block_size // unit
-    blocks = table[seq[piece], run // per_block]
-    if blocks.size and (blocks.min() < 0 or blocks.max() >= metadata.min_num_blocks):
-        bad = blocks[(blocks < 0) | (blocks >= metadata.min_num_blocks)]
-        raise KernelError(f"block_table: expected blocks in 0..{metadata.min_num_blocks - 1}, got {int(bad[0])}")
-    units = blocks * per_block + run % per_block
-
-    seen = np.clip(lens[seq] - start, 0, length)
-    seen_first = np.clip(lens[seq] - new[seq] + 1 - start, 0, length)
-    piece_h, place = _spread(length - seen)
-    hidden = offset[piece_h] + seen[piece_h] + place
-    piece_p, place = _spread(seen - seen_first)
-    partly = offset[piece_p] + seen_first[piece_p] + place
-    key = start[piece_p] + seen_first[piece_p] + place
-    first_token = key - (lens[seq] - new[seq])[piece_p]
-
-    token_seq, place = _spread(new[seqs])
-    tokens = starts[seqs][token_seq] + place
-
-    # One move for everything, then views of it.
-    parts = (units, hidden, partly, first_token, tokens)
-    whole = torch.from_numpy(np.concatenate(parts)).to(metadata.seq_lens.device)
-    units_t, hidden_t, partly_t, first_t, tokens_t = whole.split([len(x) for x in parts])
-    item_of = _spread(item_sizes)[0]
-
-    def split(x: torch.Tensor, sizes: Ints) -> Iterable[torch.Tensor]:
-        ends = np.cumsum(np.bincount(item_of, weights=sizes, minlength=len(item_sizes)).astype(np.int64)).tolist()
-        return (x[first:last] for first, last in itertools.pairwise([0, *ends]))
-
-    partly_sizes = seen - seen_first
-    items = [
-        DecodeItem(num_pieces=n, units=u, hidden=h, partly=p, first_token=f)
-        for n, u, h, p, f in zip(
-            item_sizes.tolist(),
-            split(units_t, length // unit),
-            split(hidden_t, length - seen),
-            split(partly_t, partly_sizes),
-            split(first_t, partly_sizes),
-            strict=True,
-        )
-    ]
-    stacks, next_item, next_token = [], 0, 0
-    for (first, last), c in zip(bounds, counts, strict=True):
-        num_tokens = (last - first) * int(new[seqs[first]])
-        stacks.append(
-            DecodeStack(
-                num_seqs=last - first,
-                query_len=int(new[seqs[first]]),
-                num_pieces=int(pieces[first]),
-                piece_len=int(keys[first]),
-                tokens=tokens_t[next_token : next_token + num_tokens],
-                items=tuple(items[next_item : next_item + len(c)]),
-            )
-        )
-        next_item, next_token = next_item + len(c), next_token + num_tokens
+    new = np.diff(first_tokens)
+    groups = []
+    for query_len in np.unique(new[(lens > 0) & (new > 0)]).tolist():
+        seqs = np.flatnonzero((lens > 0) & (new == query_len))
+        tokens = first_tokens[seqs][:, None] + np.arange(query_len)
+        groups.append(_plan_group(lens[seqs], tokens, table[seqs], metadata, block_size))
     return DecodePlan(
         metadata=metadata,
-        num_tokens=int(starts[-1]),
+        num_tokens=int(first_tokens[-1]),
         block_size=block_size,
-        unit=unit,
-        stacks=tuple(stacks),
+        unit=math.gcd(block_size, UNIT),
+        groups=tuple(groups),
     )

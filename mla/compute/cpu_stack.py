@@ -14,12 +14,13 @@ from torch.nn import functional
 __all__ = ["Workspace", "attend_stack", "merge_pieces"]
 
 FOLD = 8
-"""Keys that are moved next to the rows before a reduction: reducing over a slow dimension is slow when rows are few."""
+"""Keys that are moved next to the rows for elementwise work: a fast dimension of few rows is slow."""
 
+COARSE = 8.0
+"""In bfloat16 maxima below this miss the true ones by at most `MISSED` logits."""
 
 MISSED = 1 / 32
-"""Logits between a rounded row maximum and the true one that are left alone: all that maxima below 8 can miss."""
-
+"""Logits between a rounded row maximum and the true one that are left alone."""
 
 LARGE = 10.0
 """In float32 a row's largest scaled score is computed again in float64 when it is larger than this."""
@@ -41,23 +42,33 @@ class Workspace:
         return buffer[:size].view(shape)
 
 
+def _fold(scores: torch.Tensor) -> torch.Tensor:
+    """(pieces, keys, rows) with some keys beside the rows: (pieces, keys / fold, fold * rows)."""
+    pieces, keys, rows = scores.shape
+    return scores.view(pieces, keys // FOLD, FOLD * rows) if rows < FOLD * 8 else scores
+
+
+def _unfold(reduced: torch.Tensor, rows: int) -> torch.Tensor:
+    """(pieces, fold * rows) to (pieces, fold, rows)."""
+    return reduced.view(reduced.shape[0], -1, rows)
+
+
 def _largest(scores: torch.Tensor) -> torch.Tensor:
     """Maximum of (pieces, keys, rows) over the keys; finite also where no key is seen, for -inf - -inf would be NaN."""
-    pieces, keys, rows = scores.shape
-    if rows < FOLD * 8:
-        scores = scores.view(pieces, keys // FOLD, FOLD * rows).amax(1).view(pieces, FOLD, rows)
-    return scores.amax(1).clamp_(min=torch.finfo(scores.dtype).min)
+    top = _unfold(_fold(scores).amax(1), scores.shape[2]).amax(1)
+    return top.clamp_(min=torch.finfo(scores.dtype).min)
 
 
 def _sum(scores: torch.Tensor, workspace: Workspace) -> torch.Tensor:
     """Sum of (pieces, keys, rows) over the keys, in float32 at least; `sum(dtype=...)` would allocate the wide copy."""
-    pieces, keys, rows = scores.shape
     wide = torch.promote_types(scores.dtype, torch.float32)
     if scores.dtype != wide:
-        scores = workspace.take("wide", (pieces, keys, rows), wide).copy_(scores)
-    if rows < FOLD * 8:
-        scores = scores.view(pieces, keys // FOLD, FOLD * rows).sum(1).view(pieces, FOLD, rows)
-    return scores.sum(1)
+        scores = workspace.take("wide", tuple(scores.shape), wide).copy_(scores)
+    return _unfold(_fold(scores).sum(1), scores.shape[2]).sum(1)
+
+
+def _magnitude(x: torch.Tensor) -> float:
+    return torch.linalg.vector_norm(x, torch.inf).item() if x.numel() else 0.0
 
 
 def attend_stack(
@@ -96,8 +107,8 @@ def attend_stack(
     Returns
     -------
     shift, total : torch.Tensor of shape (num_stacked, num_rows), float32 (float64 for float64)
-        What was subtracted from the scaled scores, and the sum of their exponentials, which is 0 for a row without keys
-        (its shift then means nothing).
+        What was subtracted from the scaled scores, and the sum of their exponentials. For a row without keys the sum is 0 and
+        the shift hugely negative, so that it outweighs nothing.
     """
     wide = torch.promote_types(keys.dtype, torch.float32)
     columns = queries.transpose(1, 2)
@@ -107,11 +118,11 @@ def attend_stack(
         hide(scores)
         top = _largest(scores)
         shift = top * softmax_scale
-        large = (shift.abs() > LARGE) & (top > torch.finfo(top.dtype).min)  # a row without keys has no largest score
-        # max finds indices in half the time of argmax.
-        best = scores.max(1).indices if keys.dtype == torch.float32 and bool(large.any()) else None
+        refine = keys.dtype == torch.float32 and _magnitude(shift) > LARGE
+        best = scores.max(1).indices if refine else None  # twice as fast as argmax
         scores.sub_(top[:, None]).mul_(softmax_scale)
         if best is not None:
+            large = (shift.abs() > LARGE) & (top > torch.finfo(top.dtype).min)  # a row without keys has no largest score
             missed = _missed_by_float32(keys, queries, best, shift, softmax_scale)
             place = best[:, None]
             scores.scatter_(1, place, torch.where(large[:, None], missed[:, None], scores.gather(1, place)))
@@ -122,10 +133,13 @@ def attend_stack(
         top = _largest(scores)
         torch.baddbmm(top[:, None].expand_as(scores), keys, columns, beta=-1, alpha=softmax_scale, out=scores)
         hide(scores)
-        # Near a large maximum the dtype is coarse; what it missed is known now. Small misses stay, for this rounds again.
-        missed = functional.hardshrink(_largest(scores), MISSED)
-        scores.sub_(missed[:, None])
-        shift = top.to(wide) + missed
+        shift = top.to(wide)
+        if _magnitude(shift) >= COARSE:
+            # Near a large maximum the dtype is coarse; what it missed is known now. Small misses stay: this rounds again.
+            missed = functional.hardshrink(_largest(scores), MISSED)
+            folded = _fold(scores)
+            folded.sub_(missed.repeat(1, folded.shape[2] // missed.shape[1])[:, None])
+            shift += missed
     total = _sum(scores.exp_(), workspace)
     torch.bmm(scores.transpose(1, 2), values, out=out)
     return shift, total
@@ -153,7 +167,7 @@ def merge_pieces(parts: torch.Tensor, shifts: torch.Tensor, totals: torch.Tensor
     parts : torch.Tensor of shape (num_seqs, num_pieces, num_rows, value_dim)
         Outputs, not divided by their sums.
     shifts, totals : torch.Tensor of shape (num_seqs, num_pieces, num_rows), float32 (float64 for float64)
-        As `attend_stack` returns them.
+        As `attend_stack` returns them: where a row sees no key of a piece, hugely negative and 0.
 
     Returns
     -------
@@ -162,13 +176,12 @@ def merge_pieces(parts: torch.Tensor, shifts: torch.Tensor, totals: torch.Tensor
     lse : torch.Tensor of shape (num_seqs, num_rows), float32 (float64 for float64)
         -inf for rows without keys.
     """
-    # The shift of a piece that a row does not see means nothing; it must not outweigh the others.
-    shifts = shifts.masked_fill(totals == 0, -torch.inf)
-    top = shifts.amax(1).clamp_(min=torch.finfo(shifts.dtype).min)
-    weights = (shifts - top[:, None]).exp_()
+    top = shifts.amax(1, keepdim=True)
+    weights = (shifts - top).exp_()
     total = (weights * totals).sum(1)
-    weights.div_(total.masked_fill(total == 0, 1)[:, None])
-    out = parts[:, 0] * weights[:, 0, :, None]
+    lse = top[:, 0] + total.log()
+    weights = weights.div_(total.masked_fill_(total == 0, torch.inf)[:, None])[..., None]
+    out = parts[:, 0] * weights[:, 0]
     for i in range(1, parts.shape[1]):
-        out.addcmul_(parts[:, i].to(weights.dtype), weights[:, i, :, None])
-    return out, top + total.log_()
+        out.addcmul_(parts[:, i].to(out.dtype), weights[:, i])
+    return out, lse
