@@ -235,15 +235,12 @@ def varlen_attention(
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=_wide(q.dtype))
     dtype = _compute_dtype(q.dtype)
-    size = cpu_prefill.BLOCK_ROWS
-    triangle = torch.full((size, size), -torch.inf, dtype=dtype, device=q.device).tril_(-1)
     workspace = Workspace(q.device)
     for first, last, begin, end in zip(starts, starts[1:], kv_starts, kv_starts[1:], strict=False):
         if first == last or begin == end or q.shape[1] == 0:
             continue
-        seq = cpu_prefill.head_major(q[first:last], k[begin:end], v[begin:end], dtype, workspace)
         cpu_prefill.attend_sequence(
-            seq, out[first:last], lse[first:last],
-            causal=causal, softmax_scale=softmax_scale, triangle=triangle, workspace=workspace,
+            q[first:last], k[begin:end], v[begin:end], out[first:last], lse[first:last],
+            dtype=dtype, causal=causal, softmax_scale=softmax_scale, workspace=workspace,
         )  # fmt: skip
     return out, lse

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["attend_flash", "is_fast", "merge_flash"]
+__all__ = ["FEWEST_BLOCK_ROWS", "attend_flash", "is_fast", "merge_flash"]
+
+FEWEST_BLOCK_ROWS = 32
+"""Rows of the operator's smallest block: more than that are more than one thread's work."""
 
 
 def is_fast(dtype: torch.dtype, device: torch.device) -> bool:

@@ -1,7 +1,8 @@
-"""Prefill in plain torch: ragged causal or full attention, heads stacked, blocks of rows against pieces of keys.
+"""Prefill in plain torch: ragged causal or full attention, some heads of one sequence at a time.
 
 Bits follow the rule of `mla.compute.cpu_plan`: the shape of every product is a function of the sequence's own lengths and
-of the number of heads, no product runs alone, and none sums over more keys than a piece has.
+of the number of heads, no product runs alone, and none sums over more keys than a piece has. With the fused operator
+(`mla.compute.cpu_flash`) the work of a thread is a head and a block of rows, of which there are two at least.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import itertools
 import attrs
 import torch
 
+from mla.compute.cpu_flash import FEWEST_BLOCK_ROWS, attend_flash, is_fast, merge_flash
 from mla.compute.cpu_plan import LONGEST_PIECE, UNIT
 from mla.compute.cpu_stack import Workspace, attend_stack, merge_pieces
 
-__all__ = ["HeadMajor", "attend_sequence", "head_major"]
+__all__ = ["attend_sequence"]
 
 BLOCK_ROWS = 256
 """Query rows of a block: fewer pack the keys more often, more multiply more of the hidden triangle."""
@@ -22,73 +24,30 @@ BLOCK_ROWS = 256
 STACK_SCORES = 1 << 20
 """Scores of a piece that are held at a time, unless two heads of one block are more."""
 
+COPY_BYTES = 16 << 20
+"""Bytes of head-major copies that are held at a time, unless two heads are more."""
+
 
 def _up(length: int) -> int:
     return -(-length // UNIT) * UNIT
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class HeadMajor:
-    """Head-major copies of one sequence, rows padded with zeros to a multiple of 16; a single head is there twice.
-
-    Parameters
-    ----------
-    q : torch.Tensor of shape (num_heads, padded_query_len, qk_head_dim)
-        Queries.
-    k : tuple of torch.Tensor of shape (num_heads, padded_piece_len, qk_head_dim)
-        Keys, a tensor for each piece.
-    v : tuple of torch.Tensor of shape (num_heads, padded_piece_len, v_head_dim)
-        Values, likewise.
-    query_len, kv_len : int
-        Rows that exist.
-    """
-
-    q: torch.Tensor
-    k: tuple[torch.Tensor, ...]
-    v: tuple[torch.Tensor, ...]
-    query_len: int
-    kv_len: int
-
-
-def _copy(x: torch.Tensor, name: str, dtype: torch.dtype, workspace: Workspace) -> torch.Tensor:
-    """(rows, heads, dim) to (heads, padded rows, dim); a single head is taken twice, for no product may run alone."""
-    rows, heads, dim = x.shape
-    copy = workspace.take(name, (max(2, heads), _up(rows), dim), dtype)
-    copy[:, :rows].copy_(x.transpose(0, 1))
-    copy[:, rows:].zero_()
-    return copy
-
-
-def _copies(x: torch.Tensor, name: str, dtype: torch.dtype, workspace: Workspace) -> tuple[torch.Tensor, ...]:
-    """One copy for each piece: torch copies a batch of slices of a longer tensor anew for each product."""
-    return tuple(_copy(piece, f"{name}{i}", dtype, workspace) for i, piece in enumerate(x.split(LONGEST_PIECE)))
-
-
-def head_major(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, workspace: Workspace) -> HeadMajor:
-    """Copy one sequence into the layout of the products.
-
-    Parameters
-    ----------
-    q, k, v : torch.Tensor of shape (num_rows, num_heads, head_dim)
-        Rows of one sequence, with any strides.
-    dtype : torch.dtype
-        Of the products.
-    workspace : Workspace
-        Holds the copies.
-    """
-    return HeadMajor(
-        q=_copy(q, "q", dtype, workspace),
-        k=_copies(k, "k", dtype, workspace),
-        v=_copies(v, "v", dtype, workspace),
-        query_len=q.shape[0],
-        kv_len=k.shape[0],
-    )
-
-
-def _head_ranges(num_heads: int, scores_per_head: int) -> list[tuple[int, int]]:
-    """Ranges of at least two heads with at most `STACK_SCORES` scores where that is possible."""
-    parts = max(1, min(num_heads // 2, -(-num_heads * scores_per_head // STACK_SCORES)))
+def _head_ranges(num_heads: int, most: int) -> list[tuple[int, int]]:
+    """Ranges of equally many heads, `most` at most if that is two or more; none is a single head but the only one."""
+    parts = max(1, min(num_heads // 2, -(-num_heads // max(2, most))))
     return list(itertools.pairwise([num_heads * i // parts for i in range(parts + 1)]))
+
+
+def _head_major(x: torch.Tensor, name: str, shape: tuple[int, int, int], dtype: torch.dtype, workspace: Workspace) -> torch.Tensor:
+    """(rows, heads, dim) as (heads, rows, dim), filled with zeros up to `shape`; a single head fills several."""
+    copy = workspace.take(name, shape, dtype)
+    rows, _, dim = x.shape
+    copy[:, :rows, :dim].copy_(x.transpose(0, 1))
+    if dim < shape[2]:
+        copy[:, :rows, dim:].zero_()
+    if rows < shape[1]:
+        copy[:, rows:].zero_()
+    return copy
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -103,7 +62,8 @@ class _Hide:
     triangle: torch.Tensor | None
 
     def __call__(self, scores: torch.Tensor) -> None:
-        scores[:, self.num_keys :].fill_(-torch.inf)
+        if self.num_keys < scores.shape[1]:
+            scores[:, self.num_keys :].fill_(-torch.inf)
         first = max(0, self.diagonal)
         if self.triangle is not None and first < self.num_keys:
             # Adding is several times faster than filling through a broadcast mask.
@@ -112,60 +72,127 @@ class _Hide:
 
 
 def attend_sequence(
-    seq: HeadMajor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
     *,
+    dtype: torch.dtype,
     causal: bool,
     softmax_scale: float,
-    triangle: torch.Tensor,
     workspace: Workspace,
 ) -> None:
     """Attention of one sequence.
 
     Parameters
     ----------
-    seq : HeadMajor
-        Its copies.
+    q, k, v : torch.Tensor of shape (num_rows, num_heads, head_dim)
+        Its rows, at least one of each, with any strides.
     out : torch.Tensor of shape (query_len, num_heads, v_head_dim)
         Written, but for rows of blocks that see no key at all.
     lse : torch.Tensor of shape (query_len, num_heads)
         Likewise; natural logarithm.
+    dtype : torch.dtype
+        Of the products.
     causal : bool
         The last query is aligned with the last key.
     softmax_scale : float
         Factor on q.k.
-    triangle : torch.Tensor of shape (BLOCK_ROWS, BLOCK_ROWS)
-        By key and row: -inf where the key is later, else 0.
     workspace : Workspace
         Of this call.
     """
-    heads = out.shape[1]
-    wide = torch.promote_types(seq.q.dtype, torch.float32)
-    for first in range(0, seq.query_len, BLOCK_ROWS):
-        last = min(first + BLOCK_ROWS, seq.query_len)
-        diagonal = seq.kv_len - seq.query_len + first  # the last key that the first row sees
-        visible = min(seq.kv_len, diagonal + last - first) if causal else seq.kv_len
-        if visible <= 0:
-            continue
+    (query_len, num_heads, dim), kv_len, value_dim = q.shape, k.shape[0], v.shape[2]
+    first = max(0, query_len - kv_len) if causal else 0  # rows before it see nothing
+    fused = is_fast(dtype, q.device) and value_dim <= dim
+    widths = (dim, dim, dim if fused else value_dim)
+    copied = (_up(query_len - first) * dim + _up(kv_len) * (widths[1] + widths[2])) * dtype.itemsize
+    most = COPY_BYTES // copied
+    if not fused:
+        most = min(most, STACK_SCORES // (min(_up(kv_len), LONGEST_PIECE) * min(_up(query_len - first), BLOCK_ROWS)))
+    for begin, end in _head_ranges(num_heads, most):
+        # A single head is there twice where it would be a single piece of work.
+        stacked = 2 if num_heads == 1 and not (fused and query_len - first > FEWEST_BLOCK_ROWS) else end - begin
+        rows = (q[first:], k, v)
+        qh, kh, vh = (
+            _head_major(x[:, begin:end], name, (stacked, _up(x.shape[0]), width), dtype, workspace)
+            for name, x, width in zip("qkv", rows, widths, strict=True)
+        )
+        options = {"causal": causal, "softmax_scale": softmax_scale, "workspace": workspace}
+        run = _attend_fused if fused else _attend_blocks
+        run(qh, kh, vh, out[first:, begin:end], lse[first:, begin:end], kv_len=kv_len, **options)
+
+
+def _attend_fused(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    kv_len: int,
+    causal: bool,
+    softmax_scale: float,
+    workspace: Workspace,
+) -> None:
+    """Some heads by the fused operator, whose causal mask is a square: keys before it are attended apart."""
+    (num_rows, num_heads, value_dim), q = out.shape, q[:, : out.shape[0]]
+    context = kv_len - num_rows if causal else kv_len
+    spans = [(0, context, False), (context, kv_len, causal)]
+    parts = [
+        attend_flash(q, k[:, begin:end], v[:, begin:end], softmax_scale=softmax_scale, causal=square)
+        for begin, end, square in spans
+        if begin < end
+    ]
+    o, z = parts[0] if len(parts) == 1 else merge_flash(*(torch.stack(x, 1) for x in zip(*parts, strict=True)))
+    out.copy_(o[:num_heads, :, :value_dim].transpose(0, 1))
+    lse.copy_(z[:num_heads].t())
+
+
+def _operand(x: torch.Tensor) -> torch.Tensor:
+    """A slice of stacked rows as torch multiplies it: in bfloat16 it would copy one silently for each of several products."""
+    return x.contiguous() if x.dtype == torch.bfloat16 else x
+
+
+def _attend_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    kv_len: int,
+    causal: bool,
+    softmax_scale: float,
+    workspace: Workspace,
+) -> None:
+    """Some heads by separate products, a block of rows and a piece of keys at a time."""
+    (query_len, num_heads, value_dim), stacked = out.shape, q.shape[0]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    triangle = None
+    if causal:
+        size = min(BLOCK_ROWS, q.shape[1])
+        triangle = torch.full((size, size), -torch.inf, dtype=q.dtype, device=q.device).tril_(-1)
+    for first in range(0, query_len, BLOCK_ROWS):
+        last = min(first + BLOCK_ROWS, query_len)
+        diagonal = kv_len - query_len + first  # the last key that the first row sees
+        visible = min(kv_len, diagonal + last - first) if causal else kv_len
         rows, pieces = _up(last - first), -(-visible // LONGEST_PIECE)
-        for begin, end in _head_ranges(seq.q.shape[0], min(_up(visible), LONGEST_PIECE) * rows):
-            shape = (pieces, end - begin, rows)
-            parts = workspace.take("parts", (*shape, seq.v[0].shape[2]), seq.q.dtype)
-            shifts, totals = workspace.take("sums", (2, *shape), wide)
-            queries = seq.q[begin:end, first : first + rows].contiguous()
-            for i in range(pieces):
-                keys = min(visible - i * LONGEST_PIECE, LONGEST_PIECE)
-                shifts[i], totals[i] = attend_stack(
-                    seq.k[i][begin:end, : _up(keys)].contiguous(), seq.v[i][begin:end, : _up(keys)], queries, parts[i],
-                    softmax_scale=softmax_scale,
-                    hide=_Hide(num_keys=keys, diagonal=diagonal - i * LONGEST_PIECE, triangle=triangle if causal else None),
-                    workspace=workspace,
-                )  # fmt: skip
-            if pieces == 1:  # in place: float32 copies of a short sequence would cost more than its products
-                o, z = parts[0].div_(totals[0].masked_fill(totals[0] == 0, 1)[..., None]), shifts[0] + totals[0].log_()
-            else:
-                o, z = merge_pieces(parts.transpose(0, 1), shifts.transpose(0, 1), totals.transpose(0, 1))
-            stop = min(end, heads)
-            out[first:last, begin:stop] = o[: stop - begin, : last - first].transpose(0, 1)
-            lse[first:last, begin:stop] = z[: stop - begin, : last - first].t()
+        parts = workspace.take("parts", (pieces, stacked, rows, value_dim), q.dtype)
+        shifts, totals = workspace.take("sums", (2, pieces, stacked, rows), wide)
+        queries = _operand(q[:, first : first + rows])
+        for i in range(pieces):
+            start, keys = i * LONGEST_PIECE, min(visible - i * LONGEST_PIECE, LONGEST_PIECE)
+            here = slice(start, start + _up(keys))
+            shifts[i], totals[i] = attend_stack(
+                _operand(k[:, here]), _operand(v[:, here]), queries, parts[i],
+                softmax_scale=softmax_scale,
+                hide=_Hide(num_keys=keys, diagonal=diagonal - start, triangle=triangle),
+                workspace=workspace,
+            )  # fmt: skip
+        if pieces == 1:  # in place: wide copies of a short sequence would cost more than its products
+            o, z = parts[0].div_(totals[0][..., None]), shifts[0] + totals[0].log()
+        else:
+            o, z = merge_pieces(parts.transpose(0, 1), shifts.transpose(0, 1), totals.transpose(0, 1))
+        out[first:last] = o[:num_heads, : last - first].transpose(0, 1)
+        lse[first:last] = z[:num_heads, : last - first].t()

@@ -114,18 +114,20 @@ def attend_stack(
     columns = queries.transpose(1, 2)
     scores = workspace.take("scores", (keys.shape[0], keys.shape[1], queries.shape[1]), keys.dtype)
     if keys.dtype == wide:
-        torch.bmm(keys, columns, out=scores)
+        # Logits to the base 2: exp is several times slower where results are 0, as they are for hidden keys; exp2 is not.
+        torch.baddbmm(scores, keys, columns, beta=0, alpha=softmax_scale / math.log(2), out=scores)
         hide(scores)
         top = _largest(scores)
-        shift = top * softmax_scale
+        shift = top * math.log(2)
         refine = keys.dtype == torch.float32 and _magnitude(shift) > LARGE
         best = scores.max(1).indices if refine else None  # twice as fast as argmax
-        scores.sub_(top[:, None]).mul_(softmax_scale)
+        scores.sub_(top[:, None])
         if best is not None:
             large = (shift.abs() > LARGE) & (top > torch.finfo(top.dtype).min)  # a row without keys has no largest score
-            missed = _missed_by_float32(keys, queries, best, shift, softmax_scale)
+            missed = _missed_by_float32(keys, queries, best, shift, softmax_scale).div_(math.log(2))
             place = best[:, None]
             scores.scatter_(1, place, torch.where(large[:, None], missed[:, None], scores.gather(1, place)))
+        scores.exp2_()
     else:
         # Scaled before it is rounded, the maximum is a number of this dtype and as near to the true one as that can be.
         torch.baddbmm(scores, keys, columns, beta=0, alpha=softmax_scale, out=scores)
@@ -140,7 +142,8 @@ def attend_stack(
             folded = _fold(scores)
             folded.sub_(missed.repeat(1, folded.shape[2] // missed.shape[1])[:, None])
             shift += missed
-    total = _sum(scores.exp_(), workspace)
+        scores.exp_()
+    total = _sum(scores, workspace)
     torch.bmm(scores.transpose(1, 2), values, out=out)
     return shift, total
 
