@@ -1,18 +1,28 @@
 # `make demo` and `make test` work on a fresh clone with Python >= 3.11 and make; both fill .venv from constraints.txt.
+# `make test-ipex` fills .venv-ipex from constraints-ipex.txt (about 6 GB) and needs Python <= 3.13.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+IPEX_VENV := .venv-ipex
+IPEX_BIN  := $(IPEX_VENV)/bin
 SOURCES := $(shell find mla -name '*.py') mla/py.typed pyproject.toml constraints.txt README.md
 
-.PHONY: demo test bench clean
+.PHONY: demo test test-ipex bench clean
 demo: $(VENV)/demo.stamp
 	$(BIN)/python examples/generate.py
 
 test: $(VENV)/test.stamp
 	$(BIN)/pytest
 
+# The whole suite with the oldest torch, then the kernels of intel-extension-for-pytorch: in a process of their own, because
+# importing it changes torch. Formatting, types and layers are checked by `make test`, with the tools' own pins.
+test-ipex: $(IPEX_VENV)/test.stamp
+	$(IPEX_BIN)/pytest -m "not ipex" --deselect tests/test_static.py::test_source_tree_is_clean
+	$(IPEX_BIN)/pytest -m ipex tests/test_ipex.py
+
 bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/bench_build.py
+	$(BIN)/python benchmarks/bench_cpu.py
 
 $(BIN)/pip:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, got " + sys.version)'
@@ -34,5 +44,14 @@ $(VENV)/test.stamp: $(VENV)/wheel.stamp
 	$(BIN)/pip install --quiet --no-deps --force-reinstall dist/mla-*.whl
 	touch $@
 
+$(IPEX_BIN)/pip:
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(not (3, 11) <= v < (3, 14) and "Python 3.11 to 3.13 is needed, got " + sys.version)'
+	$(PYTHON) -m venv $(IPEX_VENV)
+
+$(IPEX_VENV)/test.stamp: $(VENV)/wheel.stamp $(IPEX_BIN)/pip constraints-ipex.txt
+	$(IPEX_BIN)/pip install --quiet --constraint constraints-ipex.txt "$$(ls dist/mla-*.whl)[test,ipex]"
+	$(IPEX_BIN)/pip install --quiet --no-deps --force-reinstall dist/mla-*.whl
+	touch $@
+
 clean:
-	rm -rf $(VENV) dist build
+	rm -rf $(VENV) $(IPEX_VENV) dist build

@@ -75,7 +75,7 @@ NOT_HERE = {
     68: "the fp8 cache",
     70: "the fp8 cache",
     71: "the fp8 cache",
-    87: "IPEX",
+    87: "IPEX: tests/test_ipex.py",
     88: "AITER: tests/test_rocm.py",
     93: "AITER: tests/test_rocm.py",
 }
@@ -1089,7 +1089,7 @@ def test_case_96_sixteen_heads_and_seventeen_keys(dtype: torch.dtype) -> None:
 
 
 def test_case_97_a_device_gets_its_own_set_or_none() -> None:
-    assert list(mla.compute.select.KERNEL_SETS) == ["CPU_MLA", "TORCH", "REFERENCE", "ROCM_AITER_MLA"]
+    assert list(mla.compute.select.KERNEL_SETS) == ["CPU_MLA", "CPU_MLA_IPEX", "TORCH", "REFERENCE", "ROCM_AITER_MLA"]
     assert kernels_for("cpu") is kernel_set("CPU_MLA")
     assert kernel_set("CPU_MLA").device_types == ("cpu",)
     for absent in ("xpu", "mps", "meta", "cuda"):  # this torch has no HIP

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import attrs
 import torch
 
-from mla._checks import as_device
+from mla._checks import as_device, describe
 from mla.cache.spec import CACHE_DTYPES
-from mla.compute import cpu, reference, rocm
+from mla.compute import cpu, ipex, reference, rocm
 from mla.compute.kernels import KernelSet, Plan, explain, refuse_features
 from mla.errors import KernelError
 from mla.metadata.dims import MLADims
@@ -50,6 +50,7 @@ REFERENCE = KernelSet(
 
 KERNEL_SETS: dict[str, Callable[[], KernelSet]] = {
     "CPU_MLA": lambda: CPU_MLA,
+    "CPU_MLA_IPEX": ipex.make_kernel_set,
     "TORCH": lambda: TORCH,
     "REFERENCE": lambda: REFERENCE,
     "ROCM_AITER_MLA": rocm.make_kernel_set,
@@ -63,15 +64,19 @@ def kernel_set(name: str) -> KernelSet:
     Raises
     ------
     KernelError
-        An unknown name, in which case the text lists those that exist, or a set whose package is missing.
+        An unknown name, in which case the text lists those that exist, or a set whose package is missing or does not fit.
     """
     if not isinstance(name, str) or name not in KERNEL_SETS:
         raise KernelError(f"name: expected one of {', '.join(KERNEL_SETS)}, got {name!r}")
     return KERNEL_SETS[name]()
 
 
-def _default_name(device: torch.device) -> str:
+def _default_name(device: torch.device, *, use_ipex: bool) -> str:
     """The set for a device: a fixed table, nothing is tried."""
+    if use_ipex:
+        if device.type != "cpu":
+            raise KernelError(f"ipex: expected False on a device other than the CPU, got True for {device}")
+        return "CPU_MLA_IPEX"
     if device.type == "cpu":
         return "CPU_MLA"
     if device.type == "cuda" and torch.version.hip is not None:
@@ -86,6 +91,7 @@ def kernels_for(
     *,
     dims: MLADims | None = None,
     dtype: torch.dtype | None = None,
+    ipex: bool = False,
     alibi_slopes: object = None,
     sliding_window: object = None,
     blocksparse_params: object = None,
@@ -102,6 +108,9 @@ def kernels_for(
         Given, head counts and widths are checked now and not at the first call.
     dtype : torch.dtype or None
         Given, the dtype of the queries is checked.
+    ipex : bool
+        Take "CPU_MLA_IPEX" on the CPU. That imports intel-extension-for-pytorch, which replaces kernels of aten in the whole
+        process: see `mla.compute.ipex`.
     alibi_slopes, sliding_window, blocksparse_params, logits_soft_cap, attn_type
         What other attention libraries offer; anything but the defaults is refused by name.
 
@@ -127,10 +136,14 @@ def kernels_for(
         logits_soft_cap=logits_soft_cap,
         attn_type=attn_type,
     )
-    name = _default_name(as_device("device", device, KernelError))
+    if not isinstance(ipex, bool):
+        raise KernelError(f"ipex: expected True or False, got {describe(ipex)}")
+    name = _default_name(as_device("device", device, KernelError), use_ipex=ipex)
     try:
         kernels = kernel_set(name)
     except KernelError as error:
+        if ipex:
+            raise KernelError(f"ipex: expected a machine that runs {name}, or False for plain torch, got {error}") from error
         raise KernelError(
             f"device: expected {name} for {device}, or kernel_set('TORCH') for plain torch, got {error}"
         ) from error
