@@ -6,6 +6,8 @@ import pytest
 import torch
 from golden_io import GOLDEN_DIR, metadata_cases, section_cases
 
+from mla.compute import cpu_decode, cpu_prefill
+
 FILE_KINDS = ("decode", "prefill", "layer", "merge", "fp8_dequant")
 SECTIONS = {
     "workspace_case": ("state.json", "workspace"),
@@ -55,3 +57,10 @@ def restore_num_threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["fused", "products"])
+def bfloat16_way(request, monkeypatch):
+    """Both ways in which the CPU kernels may compute bfloat16: which of them a processor takes is a matter of speed."""
+    for module in (cpu_decode, cpu_prefill):
+        monkeypatch.setattr(module, "is_fast", lambda dtype, _: dtype == torch.bfloat16 and request.param == "fused")

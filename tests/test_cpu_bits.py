@@ -12,6 +12,8 @@ import torch
 
 from mla.compute import cpu
 
+pytestmark = pytest.mark.usefixtures("bfloat16_way")
+
 SCALE = 192**-0.5
 SEQ_LENS = [1, 17, 128, 333, 1024, 1024, 1025, 2500]
 QUERY_LENS = [1, 2, 3, 4, 1, 2, 3, 1]
@@ -168,17 +170,22 @@ def test_products_that_run_together_keep_their_bits():
     check_products()
 
 
-@pytest.mark.parametrize("isa", ["AVX512_CORE_BF16"])
-def test_bits_on_other_instructions(isa):
-    """The library's own choice of kernels is a setting of the process, read once: so another process."""
+@pytest.mark.parametrize(
+    ("setting", "value", "fused"),
+    [("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", False), ("MKL_ENABLE_INSTRUCTIONS", "AVX512", True)],
+)
+def test_bits_on_other_instructions(setting, value, fused):
+    """A library's own choice of kernels is a setting of the process, read once: so another process."""
     script = (
         "import test_cpu_bits as t, torch\n"
+        "from mla.compute import cpu_decode, cpu_prefill\n"
+        f"cpu_decode.is_fast = cpu_prefill.is_fast = lambda dtype, device: {fused} and dtype == torch.bfloat16\n"
         "t.check_decode(16, torch.bfloat16, [1, 333, 1025, 2500], [1, 4, 2, 1], (576, 512))\n"
         "t.check_decode(5, torch.bfloat16, [1, 333, 1025], [1, 4, 2], (40, 32))\n"
         "t.check_varlen(2, torch.bfloat16, (192, 128))\n"
         "t.check_products()\n"
     )
     here = Path(__file__).parent
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}
+    environment = {**os.environ, setting: value, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,8 @@ from compare import LSE_ABS, OUT_REL, assert_close
 from mla.compute import cpu
 from mla.errors import KernelError
 
+pytestmark = pytest.mark.usefixtures("bfloat16_way")
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SCALE = 192**-0.5
 

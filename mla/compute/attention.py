@@ -8,7 +8,7 @@ from mla._checks import check_instance, check_int, check_tensor, dtype_name
 from mla.cache.spec import check_latent_cache
 from mla.compute.absorb import absorb_query, expand_latent, project_output
 from mla.compute.kernels import KernelSet, Plan
-from mla.compute.merge import merge_attn_states
+from mla.compute.merge import merge_into_
 from mla.errors import KernelError
 from mla.metadata.dims import MLADims
 from mla.metadata.records import DecodeMetadata, PrefillMetadata
@@ -88,12 +88,19 @@ def check_attention_inputs(
             )
 
 
-def prefill_workspace_bytes(dims: MLADims, *, num_query_tokens: int, context_chunk_tokens: int, dtype: torch.dtype) -> int:
+def prefill_workspace_bytes(
+    dims: MLADims,
+    *,
+    num_query_tokens: int,
+    context_chunk_tokens: int,
+    dtype: torch.dtype,
+    kernels: KernelSet | None = None,
+) -> int:
     """Bytes that chunked context takes beyond inputs and outputs, whatever the length of the context.
 
-    The gathered rows, the keys and values made of them, and three outputs with their LSE: the pass's own, the wide one that the
-    passes are merged into, and the merged one. What a kernel needs inside comes on top, and so do the temporaries of merging
-    where they are not cut into blocks of rows (off the CPU).
+    The gathered rows, the keys and values made of them or of the new tokens, the output of a pass, and the wide output with
+    its LSE that the passes are merged into. Off the CPU, where merging is not cut into blocks of rows, its temporaries come on
+    top.
 
     Parameters
     ----------
@@ -105,6 +112,8 @@ def prefill_workspace_bytes(dims: MLADims, *, num_query_tokens: int, context_chu
         Context tokens gathered in one pass.
     dtype : torch.dtype
         Of the queries.
+    kernels : KernelSet or None
+        Given, what its attention takes inside is counted too, as far as the set says.
 
     Raises
     ------
@@ -115,9 +124,13 @@ def prefill_workspace_bytes(dims: MLADims, *, num_query_tokens: int, context_chu
         check_int(name, value, low=0, error=KernelError)
     wide = 8 if dtype == torch.float64 else 4
     expanded = dims.num_heads * (dims.qk_nope_head_dim + dims.v_head_dim + dims.qk_head_dim)
-    per_key = (dims.latent_dim + expanded) * dtype.itemsize
-    per_query = dims.num_heads * (dims.v_head_dim * (2 * wide + dtype.itemsize) + 3 * wide)
-    return context_chunk_tokens * per_key + num_query_tokens * per_query
+    keys = max(context_chunk_tokens * (dims.latent_dim + expanded), num_query_tokens * expanded) * dtype.itemsize
+    per_query = dims.num_heads * (dims.v_head_dim * (wide + dtype.itemsize) + 2 * wide)
+    inside = 0
+    if kernels is not None:
+        check_instance("kernels", kernels, KernelSet, KernelError)
+        inside = kernels.varlen_bytes(dims, num_query_tokens, max(context_chunk_tokens, num_query_tokens), dtype)
+    return keys + num_query_tokens * per_query + inside
 
 
 def prefill(
@@ -211,7 +224,8 @@ def prefill(
             softmax_scale=dims.softmax_scale,
         )
         del k, v
-        out[tokens], lse[tokens] = merge_attn_states(out[tokens], lse[tokens], part_out, part_lse)
+        merge_into_(out[tokens], lse[tokens], part_out, part_lse)
+        del part_out, part_lse
     return out.to(q.dtype), lse
 
 

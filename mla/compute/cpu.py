@@ -7,16 +7,19 @@ because most CPUs have no fast float16 product.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from mla._checks import check_floating, check_positive_float
 from mla.compute import cpu_decode, cpu_plan, cpu_prefill
 from mla.compute.cpu_plan import DecodePlan
-from mla.compute.cpu_stack import Workspace
+from mla.compute.cpu_prefill import varlen_bytes
+from mla.compute.cpu_stack import borrow_workspace, return_workspace
 from mla.errors import KernelError
 from mla.metadata.records import DecodeMetadata
 
-__all__ = ["DecodePlan", "paged_decode", "plan_decode", "varlen_attention"]
+__all__ = ["DecodePlan", "paged_decode", "plan_decode", "varlen_attention", "varlen_bytes"]
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -141,18 +144,22 @@ def paged_decode(
 
     units = latent_cache.view(-1, made.unit * latent_dim)
     rows = q.to(_compute_dtype(q.dtype)).contiguous()
-    workspace = Workspace(q.device)
-    options = {"kv_lora_rank": kv_lora_rank, "softmax_scale": softmax_scale, "workspace": workspace}
     groups = made.groups if q.shape[1] else ()
+    workspace = borrow_workspace(q.device)
+    run = functools.partial(
+        cpu_decode.run_group, q=rows, units=units, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale, workspace=workspace
+    )
     if len(groups) == 1 and groups[0].is_whole and q.shape[0] == made.num_tokens:
-        out, lse = cpu_decode.run_group(groups[0], rows, units, **options)
-        return out.to(q.dtype), lse
-    out = q.new_zeros(q.shape[0], q.shape[1], kv_lora_rank)
-    lse = q.new_full(q.shape[:2], -torch.inf, dtype=_wide(q.dtype))
-    for group in groups:
-        part, part_lse = cpu_decode.run_group(group, rows, units, **options)
-        out.index_copy_(0, group.tokens, part.to(q.dtype))
-        lse.index_copy_(0, group.tokens, part_lse)
+        out, lse = run(groups[0])
+        out = out.to(q.dtype)
+    else:
+        out = q.new_zeros(q.shape[0], q.shape[1], kv_lora_rank)
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=_wide(q.dtype))
+        for group in groups:
+            part, part_lse = run(group)
+            out.index_copy_(0, group.tokens, part.to(q.dtype))
+            lse.index_copy_(0, group.tokens, part_lse)
+    return_workspace(workspace)
     return out, lse
 
 
@@ -232,15 +239,19 @@ def varlen_attention(
     for name, end, x in (("query_start_loc", starts[-1], q), ("kv_start_loc", kv_starts[-1], k)):
         if end > x.shape[0]:
             raise KernelError(f"{name}: expected at most {x.shape[0]} rows, got {end}")
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-    lse = q.new_full(q.shape[:2], -torch.inf, dtype=_wide(q.dtype))
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    lse = q.new_empty(q.shape[:2], dtype=_wide(q.dtype))
     dtype = _compute_dtype(q.dtype)
-    workspace = Workspace(q.device)
+    workspace = borrow_workspace(q.device)
     for first, last, begin, end in zip(starts, starts[1:], kv_starts, kv_starts[1:], strict=False):
         if first == last or begin == end or q.shape[1] == 0:
+            cpu_prefill.clear_rows(out[first:last], lse[first:last])
             continue
         cpu_prefill.attend_sequence(
             q[first:last], k[begin:end], v[begin:end], out[first:last], lse[first:last],
             dtype=dtype, causal=causal, softmax_scale=softmax_scale, workspace=workspace,
         )  # fmt: skip
+    for rest in (slice(starts[0]), slice(starts[-1], None)):
+        cpu_prefill.clear_rows(out[rest], lse[rest])
+    return_workspace(workspace)
     return out, lse

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from mla.compute.cpu_flash import attend_flash, is_fast, merge_flash
+from mla.compute.cpu_flash import attend_flash, is_fast
 from mla.compute.cpu_plan import UNIT, DecodeGroup, DecodeItem
 from mla.compute.cpu_stack import Workspace, attend_stack, merge_pieces
 
@@ -37,8 +37,10 @@ def _mask(item: DecodeItem, dtype: torch.dtype) -> torch.Tensor | None:
     return mask.masked_fill_(keys >= item.seen.clamp(min=1)[..., None], -torch.inf)
 
 
-def _hider(item: DecodeItem, num_heads: int, dtype: torch.dtype) -> Callable[[torch.Tensor], None]:
-    """Writes -inf over the scores (pieces, keys, rows) of keys that a row does not see."""
+def _hider(item: DecodeItem, num_heads: int, dtype: torch.dtype) -> Callable[[torch.Tensor], None] | None:
+    """Writes -inf over the scores (pieces, keys, rows) of keys that a row does not see; None if all see all."""
+    if not item.is_partial:
+        return None
     query_len = item.seen.shape[1]
     mask = _mask(item, dtype) if query_len > 1 else None
 
@@ -46,7 +48,7 @@ def _hider(item: DecodeItem, num_heads: int, dtype: torch.dtype) -> Callable[[to
         if mask is not None:
             real = scores[..., : query_len * num_heads].unflatten(2, (query_len, num_heads))
             real.add_(mask.transpose(1, 2)[..., None])
-        elif item.missing.shape[0]:
+        else:
             scores.view(-1, scores.shape[2]).index_fill_(0, item.missing, -torch.inf)
 
     return hide
@@ -100,7 +102,7 @@ def _attend_products(
 
 
 def _stack(queries: torch.Tensor, item: DecodeItem, workspace: Workspace, *, share: bool) -> torch.Tensor:
-    """The queries of each piece; a view if all are the same and may share memory (batched products would copy them)."""
+    """The queries of each piece; a view if all are the same and may share memory."""
     if share and queries.shape[0] == 1:
         return queries.expand(item.num_pieces, -1, -1)
     stacked = workspace.take("queries", (item.num_pieces, *queries.shape[1:]), queries.dtype)
@@ -146,19 +148,20 @@ def run_group(
     queries = queries.view(group.num_seqs, used, dim)
     if used % UNIT:
         queries = functional.pad(queries, (0, 0, 0, -used % UNIT))
-    num_rows = queries.shape[1]
     fused = is_fast(q.dtype, q.device)
+    share = fused or (q.dtype != torch.bfloat16 and q.device.type == "cpu")  # batched products in bfloat16 would copy them
+    has_blind = any(item.has_blind for item in group.items)
     results = []
     for item in group.items:
         keys = _gather(units, item, dim, q.dtype, workspace)
-        stacked = _stack(queries, item, workspace, share=fused)
+        stacked = _stack(queries, item, workspace, share=share)
         run = _attend_fused if fused else _attend_products
         results.append(run(item, stacked, keys, num_heads, kv_lora_rank, softmax_scale, workspace))
     whole = results[0] if len(results) == 1 else [torch.cat(x) for x in zip(*results, strict=True)]
-    merge = merge_flash if fused else merge_pieces
     merged = []
     for some in group.merges:
         picked = whole if some.pieces is None else [x.index_select(0, some.pieces) for x in whole]
-        merged.append(merge(*(x.unflatten(0, (some.num_seqs, some.num_pieces)) for x in picked)))
+        shape = (some.num_seqs, some.num_pieces)
+        merged.append(merge_pieces(*(x.unflatten(0, shape) for x in picked), workspace=workspace, has_blind=has_blind))
     out, lse = merged[0] if len(merged) == 1 else (torch.cat(x) for x in zip(*merged, strict=True))
     return out[:, :used].reshape(-1, num_heads, kv_lora_rank), lse[:, :used].reshape(-1, num_heads)

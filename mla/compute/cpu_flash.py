@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["FEWEST_BLOCK_ROWS", "attend_flash", "is_fast", "merge_flash"]
+__all__ = ["FEWEST_BLOCK_ROWS", "attend_flash", "is_fast"]
 
 FEWEST_BLOCK_ROWS = 32
 """Rows of the operator's smallest block: more than that are more than one thread's work."""
@@ -53,32 +53,10 @@ def attend_flash(
     lse : torch.Tensor of shape (num_stacked, num_rows), float32
         Natural logarithm.
     """
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q[:, None], k[:, None], v[:, None], 0.0, causal, attn_mask=None if mask is None else mask[:, None], scale=softmax_scale
+    stacked_k = k.unsqueeze(1)
+    stacked_v = stacked_k if v is k else v.unsqueeze(1)
+    stacked_mask = None if mask is None else mask.unsqueeze(1)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        q.unsqueeze(1), stacked_k, stacked_v, 0.0, causal, attn_mask=stacked_mask, scale=softmax_scale
     )
-    return out[:, 0], lse[:, 0]
-
-
-def merge_flash(parts: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join the results of `attend_flash` for the pieces of each sequence, in key order.
-
-    Parameters
-    ----------
-    parts : torch.Tensor of shape (num_seqs, num_pieces, num_rows, value_dim)
-        Outputs; finite also where a row sees no key.
-    lses : torch.Tensor of shape (num_seqs, num_pieces, num_rows), float32
-        -inf where a row sees no key.
-
-    Returns
-    -------
-    out : torch.Tensor of shape (num_seqs, num_rows, value_dim), float32
-        0 for rows without keys.
-    lse : torch.Tensor of shape (num_seqs, num_rows), float32
-        -inf for rows without keys.
-    """
-    lse = lses.logsumexp(1)
-    weights = lses.softmax(1).nan_to_num_(0.0)[..., None]  # a row without keys: -inf everywhere, whose softmax is NaN
-    out = parts[:, 0] * weights[:, 0]
-    for i in range(1, parts.shape[1]):
-        out.addcmul_(parts[:, i], weights[:, i])
-    return out, lse
+    return out.squeeze(1), lse.squeeze(1)

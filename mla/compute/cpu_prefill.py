@@ -8,15 +8,16 @@ of the number of heads, no product runs alone, and none sums over more keys than
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
-import attrs
 import torch
 
-from mla.compute.cpu_flash import FEWEST_BLOCK_ROWS, attend_flash, is_fast, merge_flash
+from mla.compute.cpu_flash import FEWEST_BLOCK_ROWS, attend_flash, is_fast
 from mla.compute.cpu_plan import LONGEST_PIECE, UNIT
 from mla.compute.cpu_stack import Workspace, attend_stack, merge_pieces
+from mla.metadata.dims import MLADims
 
-__all__ = ["attend_sequence"]
+__all__ = ["attend_sequence", "clear_rows", "varlen_bytes"]
 
 BLOCK_ROWS = 256
 """Query rows of a block: fewer pack the keys more often, more multiply more of the hidden triangle."""
@@ -24,8 +25,13 @@ BLOCK_ROWS = 256
 STACK_SCORES = 1 << 20
 """Scores of a piece that are held at a time, unless two heads of one block are more."""
 
-COPY_BYTES = 16 << 20
+COPY_BYTES = 32 << 20
 """Bytes of head-major copies that are held at a time, unless two heads are more."""
+
+FEW_ROWS = 512
+"""Rows up to which a head-major copy costs the fused operator more than it saves: each is read for few blocks of queries."""
+
+CACHE_LINE = 64
 
 
 def _up(length: int) -> int:
@@ -38,7 +44,9 @@ def _head_ranges(num_heads: int, most: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise([num_heads * i // parts for i in range(parts + 1)]))
 
 
-def _head_major(x: torch.Tensor, name: str, shape: tuple[int, int, int], dtype: torch.dtype, workspace: Workspace) -> torch.Tensor:
+def _head_major(
+    x: torch.Tensor, name: str, shape: tuple[int, int, int], dtype: torch.dtype, workspace: Workspace
+) -> torch.Tensor:
     """(rows, heads, dim) as (heads, rows, dim), filled with zeros up to `shape`; a single head fills several."""
     copy = workspace.take(name, shape, dtype)
     rows, _, dim = x.shape
@@ -50,25 +58,68 @@ def _head_major(x: torch.Tensor, name: str, shape: tuple[int, int, int], dtype: 
     return copy
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class _Hide:
-    """Writes -inf over the keys of one piece that do not exist or come later than a row's token.
+def _can_stay(x: torch.Tensor) -> bool:
+    """Whether the fused operator reads (rows, heads, dim) where it lies: few rows, each on a cache line of its own."""
+    lines = all(stride * x.itemsize % CACHE_LINE == 0 for stride in x.stride()[:2]) and x.data_ptr() % CACHE_LINE == 0
+    return x.shape[0] <= FEW_ROWS and x.stride(2) == 1 and lines
+
+
+def _hider(num_keys: int, diagonal: int, triangle: torch.Tensor | None) -> Callable[[torch.Tensor], None] | None:
+    """Writes -inf over the keys of one piece that do not exist or come later than a row's token; None if there are none.
 
     `num_keys` of the piece exist; row r sees those up to ``diagonal + r`` if there is a `triangle`.
     """
+    first = max(0, diagonal)
+    is_cut = triangle is not None and first < num_keys
+    if not is_cut and num_keys % UNIT == 0:
+        return None
 
-    num_keys: int
-    diagonal: int
-    triangle: torch.Tensor | None
-
-    def __call__(self, scores: torch.Tensor) -> None:
-        if self.num_keys < scores.shape[1]:
-            scores[:, self.num_keys :].fill_(-torch.inf)
-        first = max(0, self.diagonal)
-        if self.triangle is not None and first < self.num_keys:
+    def hide(scores: torch.Tensor) -> None:
+        if num_keys < scores.shape[1]:
+            scores[:, num_keys:].fill_(-torch.inf)
+        if is_cut and triangle is not None:
             # Adding is several times faster than filling through a broadcast mask.
-            mask = self.triangle[first - self.diagonal : self.num_keys - self.diagonal, : scores.shape[2]]
-            scores[:, first : self.num_keys].add_(mask)
+            scores[:, first:num_keys].add_(triangle[first - diagonal : num_keys - diagonal, : scores.shape[2]])
+
+    return hide
+
+
+def _head_sizes(query_len: int, kv_len: int, widths: tuple[int, int, int]) -> tuple[int, int]:
+    """Numbers that the copies of a head have, and scores of its largest piece."""
+    copied = _up(query_len) * widths[0] + _up(kv_len) * (widths[1] + widths[2])
+    return copied, min(_up(kv_len), LONGEST_PIECE) * min(_up(query_len), BLOCK_ROWS)
+
+
+def _most_heads(copied_bytes: int, scores: int) -> int:
+    """How many heads are worked on at a time."""
+    return max(2, min(COPY_BYTES // copied_bytes, STACK_SCORES // scores if scores else COPY_BYTES))
+
+
+def varlen_bytes(dims: MLADims, num_tokens: int, num_kv_tokens: int, dtype: torch.dtype) -> int:
+    """Memory that attention of prompts takes beyond its results at most; see `KernelSet.varlen_bytes`."""
+    if not num_tokens or not num_kv_tokens:
+        return 0
+    device, dtype = torch.device("cpu"), torch.float32 if dtype == torch.float16 else dtype
+    dim, value_dim = dims.qk_head_dim, dims.v_head_dim
+    fused = is_fast(dtype, device) and value_dim <= dim
+    copied, scores = _head_sizes(num_tokens, num_kv_tokens, (dim, dim, dim if fused else value_dim))
+    wide = max(4, dtype.itemsize)
+    if fused:
+        inside = _up(num_tokens) * dim * dtype.itemsize
+    else:
+        rows = min(_up(num_tokens), BLOCK_ROWS) * value_dim
+        pieces = -(-num_kv_tokens // LONGEST_PIECE)
+        inside = scores * (dtype.itemsize + (wide if dtype.itemsize < wide else 0)) + rows * (
+            pieces * dtype.itemsize + 2 * wide
+        )
+    heads = min(max(2, dims.num_heads), _most_heads(copied * dtype.itemsize, 0 if fused else scores))
+    return heads * (copied * dtype.itemsize + inside)
+
+
+def clear_rows(out: torch.Tensor, lse: torch.Tensor) -> None:
+    """The result of rows without keys."""
+    out.zero_()
+    lse.fill_(-torch.inf)
 
 
 def attend_sequence(
@@ -90,9 +141,9 @@ def attend_sequence(
     q, k, v : torch.Tensor of shape (num_rows, num_heads, head_dim)
         Its rows, at least one of each, with any strides.
     out : torch.Tensor of shape (query_len, num_heads, v_head_dim)
-        Written, but for rows of blocks that see no key at all.
+        Written; 0 for rows that see no key.
     lse : torch.Tensor of shape (query_len, num_heads)
-        Likewise; natural logarithm.
+        Written: the natural logarithm; -inf for rows that see no key.
     dtype : torch.dtype
         Of the products.
     causal : bool
@@ -103,24 +154,26 @@ def attend_sequence(
         Of this call.
     """
     (query_len, num_heads, dim), kv_len, value_dim = q.shape, k.shape[0], v.shape[2]
-    first = max(0, query_len - kv_len) if causal else 0  # rows before it see nothing
+    first = max(0, query_len - kv_len) if causal else 0
+    clear_rows(out[:first], lse[:first])
     fused = is_fast(dtype, q.device) and value_dim <= dim
     widths = (dim, dim, dim if fused else value_dim)
-    copied = (_up(query_len - first) * dim + _up(kv_len) * (widths[1] + widths[2])) * dtype.itemsize
-    most = COPY_BYTES // copied
-    if not fused:
-        most = min(most, STACK_SCORES // (min(_up(kv_len), LONGEST_PIECE) * min(_up(query_len - first), BLOCK_ROWS)))
-    for begin, end in _head_ranges(num_heads, most):
+    copied, scores = _head_sizes(query_len - first, kv_len, widths)
+    for begin, end in _head_ranges(num_heads, _most_heads(copied * dtype.itemsize, 0 if fused else scores)):
         # A single head is there twice where it would be a single piece of work.
         stacked = 2 if num_heads == 1 and not (fused and query_len - first > FEWEST_BLOCK_ROWS) else end - begin
         rows = (q[first:], k, v)
         qh, kh, vh = (
-            _head_major(x[:, begin:end], name, (stacked, _up(x.shape[0]), width), dtype, workspace)
+            x[:, begin:end].transpose(0, 1)
+            if fused and width == x.shape[2] and stacked == end - begin and _can_stay(x)
+            else _head_major(x[:, begin:end], name, (stacked, _up(x.shape[0]), width), dtype, workspace)
             for name, x, width in zip("qkv", rows, widths, strict=True)
         )
-        options = {"causal": causal, "softmax_scale": softmax_scale, "workspace": workspace}
         run = _attend_fused if fused else _attend_blocks
-        run(qh, kh, vh, out[first:, begin:end], lse[first:, begin:end], kv_len=kv_len, **options)
+        run(
+            qh, kh, vh, out[first:, begin:end], lse[first:, begin:end],
+            kv_len=kv_len, causal=causal, softmax_scale=softmax_scale, workspace=workspace,
+        )  # fmt: skip
 
 
 def _attend_fused(
@@ -144,7 +197,9 @@ def _attend_fused(
         for begin, end, square in spans
         if begin < end
     ]
-    o, z = parts[0] if len(parts) == 1 else merge_flash(*(torch.stack(x, 1) for x in zip(*parts, strict=True)))
+    o, z = parts[0]
+    if len(parts) > 1:
+        o, z = merge_pieces(*(torch.stack(x, 1) for x in zip(*parts, strict=True)), workspace=workspace)
     out.copy_(o[:num_heads, :, :value_dim].transpose(0, 1))
     lse.copy_(z[:num_heads].t())
 
@@ -187,12 +242,12 @@ def _attend_blocks(
             shifts[i], totals[i] = attend_stack(
                 _operand(k[:, here]), _operand(v[:, here]), queries, parts[i],
                 softmax_scale=softmax_scale,
-                hide=_Hide(num_keys=keys, diagonal=diagonal - start, triangle=triangle),
+                hide=_hider(keys, diagonal - start, triangle),
                 workspace=workspace,
             )  # fmt: skip
         if pieces == 1:  # in place: wide copies of a short sequence would cost more than its products
             o, z = parts[0].div_(totals[0][..., None]), shifts[0] + totals[0].log()
         else:
-            o, z = merge_pieces(parts.transpose(0, 1), shifts.transpose(0, 1), totals.transpose(0, 1))
+            o, z = merge_pieces(parts.transpose(0, 1), shifts.transpose(0, 1), totals.transpose(0, 1), workspace=workspace)
         out[first:last] = o[:num_heads, : last - first].transpose(0, 1)
         lse[first:last] = z[:num_heads, : last - first].t()

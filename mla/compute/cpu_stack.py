@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
-__all__ = ["Workspace", "attend_stack", "merge_pieces"]
+__all__ = ["Workspace", "attend_stack", "borrow_workspace", "merge_pieces", "return_workspace"]
 
 FOLD = 8
 """Keys that are moved next to the rows for elementwise work: a fast dimension of few rows is slow."""
@@ -26,11 +27,24 @@ LARGE = 10.0
 """In float32 a row's largest scaled score is computed again in float64 when it is larger than this."""
 
 
+FEW_PIECES = 4
+"""Pieces up to which a sequence's are added one by one."""
+
+MANY_ROWS = 128
+"""Rows from which they always are: a small operator for each of many pieces costs more than its work."""
+
+MERGED_PIECES = 16
+"""Pieces that are added at a time otherwise."""
+
+KEPT_BYTES = 64 << 20
+"""Scratch memory that a thread keeps between calls at most."""
+
+
 class Workspace:
     """Scratch memory of one kernel call: a name is one growing buffer, because fresh pages cost more than the work."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -38,8 +52,34 @@ class Workspace:
         size = math.prod(shape)
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
+            with torch.inference_mode(mode=False):  # an inference tensor could not be written outside of that mode later
+                buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype, device=self.device)
         return buffer[:size].view(shape)
+
+    def can_be_kept(self) -> bool:
+        """Whether the buffers are real memory of the CPU (not a tracer's) and few enough bytes."""
+        buffers = self._buffers.values()
+        return sum(x.nbytes for x in buffers) <= KEPT_BYTES and all(type(x) is torch.Tensor for x in buffers)
+
+
+_kept = threading.local()
+
+
+def borrow_workspace(device: torch.device) -> Workspace:
+    """Scratch memory for one call, to be given back with `return_workspace`: what this thread's last call had, if it was kept.
+
+    Nothing is ever read from it that the same call has not written. It is kept because the C library gives freed memory back
+    to the system, and mapping it anew costs a short prompt more than its products.
+    """
+    workspace = getattr(_kept, "workspace", None) if device.type == "cpu" else None
+    _kept.workspace = None  # a call inside this one gets memory of its own
+    return Workspace(device) if workspace is None else workspace
+
+
+def return_workspace(workspace: Workspace) -> None:
+    """Keep scratch memory for this thread's next call if it is the CPU's and not too large."""
+    if workspace.device.type == "cpu" and workspace.can_be_kept():
+        _kept.workspace = workspace
 
 
 def _fold(scores: torch.Tensor) -> torch.Tensor:
@@ -54,17 +94,23 @@ def _unfold(reduced: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _largest(scores: torch.Tensor) -> torch.Tensor:
-    """Maximum of (pieces, keys, rows) over the keys; finite also where no key is seen, for -inf - -inf would be NaN."""
-    top = _unfold(_fold(scores).amax(1), scores.shape[2]).amax(1)
-    return top.clamp_(min=torch.finfo(scores.dtype).min)
+    """Maximum of (pieces, keys, rows) over the keys."""
+    return _unfold(_fold(scores).amax(1), scores.shape[2]).amax(1)
 
 
 def _sum(scores: torch.Tensor, workspace: Workspace) -> torch.Tensor:
     """Sum of (pieces, keys, rows) over the keys, in float32 at least; `sum(dtype=...)` would allocate the wide copy."""
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    if scores.dtype != wide:
-        scores = workspace.take("wide", tuple(scores.shape), wide).copy_(scores)
+    if scores.dtype.itemsize < 4:
+        scores = workspace.take("wide", tuple(scores.shape), torch.float32).copy_(scores)
     return _unfold(_fold(scores).sum(1), scores.shape[2]).sum(1)
+
+
+def _largest_seen(scores: torch.Tensor, hide: Callable[[torch.Tensor], None] | None) -> torch.Tensor:
+    """Maximum over the keys once hidden ones are; finite also where no key is seen, for -inf - -inf would be NaN."""
+    if hide is None:
+        return _largest(scores)
+    hide(scores)
+    return _largest(scores).clamp_(min=torch.finfo(scores.dtype).min)
 
 
 def _magnitude(x: torch.Tensor) -> float:
@@ -78,7 +124,7 @@ def attend_stack(
     out: torch.Tensor,
     *,
     softmax_scale: float,
-    hide: Callable[[torch.Tensor], None],
+    hide: Callable[[torch.Tensor], None] | None,
     workspace: Workspace,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of a batch of equal shapes, not yet divided by its sum.
@@ -99,8 +145,8 @@ def attend_stack(
         Written.
     softmax_scale : float
         Factor on q.k.
-    hide : callable
-        Writes -inf over the scores (num_stacked, num_keys, num_rows) that do not exist.
+    hide : callable or None
+        Writes -inf over the scores (num_stacked, num_keys, num_rows) that do not exist; None if all do.
     workspace : Workspace
         Holds the scores.
 
@@ -110,14 +156,12 @@ def attend_stack(
         What was subtracted from the scaled scores, and the sum of their exponentials. For a row without keys the sum is 0 and
         the shift hugely negative, so that it outweighs nothing.
     """
-    wide = torch.promote_types(keys.dtype, torch.float32)
-    columns = queries.transpose(1, 2)
+    columns = queries.mT
     scores = workspace.take("scores", (keys.shape[0], keys.shape[1], queries.shape[1]), keys.dtype)
-    if keys.dtype == wide:
+    if keys.dtype.itemsize >= 4:
         # Logits to the base 2: exp is several times slower where results are 0, as they are for hidden keys; exp2 is not.
         torch.baddbmm(scores, keys, columns, beta=0, alpha=softmax_scale / math.log(2), out=scores)
-        hide(scores)
-        top = _largest(scores)
+        top = _largest_seen(scores, hide)
         shift = top * math.log(2)
         refine = keys.dtype == torch.float32 and _magnitude(shift) > LARGE
         best = scores.max(1).indices if refine else None  # twice as fast as argmax
@@ -131,20 +175,20 @@ def attend_stack(
     else:
         # Scaled before it is rounded, the maximum is a number of this dtype and as near to the true one as that can be.
         torch.baddbmm(scores, keys, columns, beta=0, alpha=softmax_scale, out=scores)
-        hide(scores)
-        top = _largest(scores)
+        top = _largest_seen(scores, hide)
         torch.baddbmm(top[:, None].expand_as(scores), keys, columns, beta=-1, alpha=softmax_scale, out=scores)
-        hide(scores)
-        shift = top.to(wide)
+        if hide is not None:
+            hide(scores)
+        shift = top.float()
         if _magnitude(shift) >= COARSE:
             # Near a large maximum the dtype is coarse; what it missed is known now. Small misses stay: this rounds again.
-            missed = functional.hardshrink(_largest(scores), MISSED)
+            missed = functional.hardshrink(_largest(scores).nan_to_num_(neginf=0.0), MISSED)
             folded = _fold(scores)
             folded.sub_(missed.repeat(1, folded.shape[2] // missed.shape[1])[:, None])
             shift += missed
         scores.exp_()
     total = _sum(scores, workspace)
-    torch.bmm(scores.transpose(1, 2), values, out=out)
+    torch.bmm(scores.mT, values, out=out)
     return shift, total
 
 
@@ -162,15 +206,26 @@ def _missed_by_float32(
     return (exact - shift).to(shift.dtype)
 
 
-def merge_pieces(parts: torch.Tensor, shifts: torch.Tensor, totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join the results of `attend_stack` for the pieces of each sequence, in key order.
+def merge_pieces(
+    parts: torch.Tensor,
+    shifts: torch.Tensor,
+    totals: torch.Tensor | None = None,
+    *,
+    workspace: Workspace,
+    has_blind: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join the results for the pieces of each sequence, in key order.
 
     Parameters
     ----------
     parts : torch.Tensor of shape (num_seqs, num_pieces, num_rows, value_dim)
-        Outputs, not divided by their sums.
+        Outputs, not divided by their sums; finite also where a row sees no key.
     shifts, totals : torch.Tensor of shape (num_seqs, num_pieces, num_rows), float32 (float64 for float64)
-        As `attend_stack` returns them: where a row sees no key of a piece, hugely negative and 0.
+        As `attend_stack` returns them. Without totals the outputs are divided already, and the shifts are their LSE.
+    workspace : Workspace
+        Holds weighted pieces.
+    has_blind : bool
+        Whether some row may see no key of some piece; False saves the guards.
 
     Returns
     -------
@@ -180,11 +235,26 @@ def merge_pieces(parts: torch.Tensor, shifts: torch.Tensor, totals: torch.Tensor
         -inf for rows without keys.
     """
     top = shifts.amax(1, keepdim=True)
+    if has_blind:
+        top.clamp_(min=torch.finfo(top.dtype).min)  # -inf - -inf would be NaN
     weights = (shifts - top).exp_()
-    total = (weights * totals).sum(1)
-    lse = top[:, 0] + total.log()
-    weights = weights.div_(total.masked_fill_(total == 0, torch.inf)[:, None])[..., None]
-    out = parts[:, 0] * weights[:, 0]
-    for i in range(1, parts.shape[1]):
-        out.addcmul_(parts[:, i].to(out.dtype), weights[:, i])
-    return out, lse
+    total = (weights if totals is None else weights * totals).sum(1, keepdim=True)
+    lse = total.log().add_(top)[:, 0]
+    if has_blind:
+        total.masked_fill_(total == 0, torch.inf)
+    return _weighted_sum(parts, weights.div_(total)[..., None], workspace), lse
+
+
+def _weighted_sum(parts: torch.Tensor, weights: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    """Sum of ``parts * weights`` over the pieces; how it is summed depends on the number of pieces and rows alone."""
+    num_seqs, num_pieces, num_rows, value_dim = parts.shape
+    if num_pieces <= FEW_PIECES or num_rows >= MANY_ROWS:
+        total = parts[:, 0] * weights[:, 0]
+        for i in range(1, num_pieces):
+            total.addcmul_(parts[:, i], weights[:, i])
+        return total
+    total = weights.new_zeros(num_seqs, num_rows, value_dim)
+    for seq in range(num_seqs):
+        for some, weight in zip(parts[seq].split(MERGED_PIECES), weights[seq].split(MERGED_PIECES), strict=True):
+            total[seq] += workspace.take("merged", tuple(some.shape), total.dtype).copy_(some).mul_(weight).sum(0)
+    return total

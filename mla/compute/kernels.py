@@ -152,6 +152,10 @@ def _no_objection(dims: MLADims) -> str | None:
     return None
 
 
+def _no_bytes(dims: MLADims, num_tokens: int, num_kv_tokens: int, dtype: torch.dtype) -> int:
+    return 0
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class KernelSet:
     """The kernels of one device, as a value: pass it where it is needed, or make your own.
@@ -178,6 +182,8 @@ class KernelSet:
         The `PagedKV` that `paged_decode` needs in the metadata; None for none.
     objection : callable
         ``objection(dims)``: why a model of these dimensions cannot run, as the end of a sentence, or None.
+    varlen_bytes : callable
+        ``varlen_bytes(dims, num_tokens, num_kv_tokens, dtype)``: what `varlen_attention` takes beyond its results at most.
     differentiable : bool
         Whether autograd can go through the kernels.
     remark : str
@@ -196,6 +202,7 @@ class KernelSet:
     check_cache: Callable[[torch.Tensor], None] = _any_cache
     page_size: int | None = None
     objection: Callable[[MLADims], str | None] = _no_objection
+    varlen_bytes: Callable[[MLADims, int, int, torch.dtype], int] = _no_bytes
     differentiable: bool = False
     remark: str = ""
 

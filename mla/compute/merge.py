@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from mla._checks import check_floating, check_tensor
 from mla.errors import KernelError
 
-__all__ = ["merge_attn_states"]
+__all__ = ["merge_attn_states", "merge_into_"]
 
 ROWS_AT_A_TIME = 256  # on the CPU: whole temporaries of a long prompt cost page faults, and memory
 
@@ -67,31 +69,47 @@ def merge_attn_states(
         raise KernelError(f"suffix_lse: expected {prefix_lse.dtype}, got {suffix_lse.dtype}")
 
     wide = torch.promote_types(torch.promote_types(prefix_out.dtype, suffix_out.dtype), prefix_lse.dtype)
-    num_tokens = prefix_out.shape[0]
-    step = ROWS_AT_A_TIME if device.type == "cpu" else max(num_tokens, 1)
     out = prefix_out.new_empty(prefix_out.shape, dtype=torch.promote_types(prefix_out.dtype, suffix_out.dtype))
-    lse = torch.empty_like(prefix_lse)
-    for first in range(0, num_tokens, step):
-        rows = slice(first, first + step)
-        out[rows], lse[rows] = _merge(prefix_out[rows], prefix_lse[rows], suffix_out[rows], suffix_lse[rows], wide)
+    lse = prefix_lse.clone()
+    for rows in _row_blocks(prefix_out):
+        block = prefix_out[rows].to(wide, copy=True)
+        _merge_into_(block, lse[rows], suffix_out[rows], suffix_lse[rows])
+        out[rows] = block
     return out, lse
 
 
-def _merge(
-    x: torch.Tensor, lse_x: torch.Tensor, y: torch.Tensor, lse_y: torch.Tensor, wide: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_into_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """`merge_attn_states` that writes over its first side; checks nothing.
+
+    Parameters
+    ----------
+    out : torch.Tensor of shape (num_tokens, num_heads, v_head_dim)
+        In the dtype of the LSE.
+    lse : torch.Tensor of shape (num_tokens, num_heads), float32 or float64
+        Natural logarithms.
+    part_out, part_lse : torch.Tensor
+        The other side; its output may have a narrower dtype.
+    """
+    for rows in _row_blocks(out):
+        _merge_into_(out[rows], lse[rows], part_out[rows], part_lse[rows])
+
+
+def _row_blocks(out: torch.Tensor) -> Iterator[slice]:
+    step = ROWS_AT_A_TIME if out.device.type == "cpu" else max(out.shape[0], 1)
+    return (slice(first, first + step) for first in range(0, out.shape[0], step))
+
+
+def _merge_into_(x: torch.Tensor, lse_x: torch.Tensor, y: torch.Tensor, lse_y: torch.Tensor) -> None:
     a, b = (lse.masked_fill(lse == torch.inf, -torch.inf) for lse in (lse_x, lse_y))
-    no_a, no_b = a == -torch.inf, b == -torch.inf
     high = torch.maximum(a, b)
-    # exp(-inf - -inf) is NaN; two empty sides get a harmless maximum.
-    shift = high.masked_fill(no_a & no_b, 0)
-    weight_a, weight_b = (a - shift).exp(), (b - shift).exp()
+    shift = high.masked_fill(high == -torch.inf, 0)  # exp(-inf - -inf) would be NaN
+    weight_a, weight_b = (a - shift).exp_(), (b - shift).exp_()
     total = weight_a + weight_b
-    lse = shift + total.log()
-    lse = torch.where(no_a, b, torch.where(no_b, a, lse))
-    # Masked, not multiplied by 0: an empty side may hold NaN.
-    x, y = x.to(wide), y.to(wide)
-    weight_a, weight_b = (weight_a / total)[..., None], (weight_b / total)[..., None]
-    mixed = x * weight_a + y * weight_b
-    out = torch.where(no_a[..., None], y, torch.where(no_b[..., None], x, mixed))
-    return out.masked_fill((no_a & no_b)[..., None], 0), lse
+    lse_x.copy_(total.log().add_(shift))
+    total.masked_fill_(total == 0, 1)
+    no_a, no_b = weight_a == 0, weight_b == 0
+    if x.device.type != "cpu" or bool(no_a.any()) or bool(no_b.any()):
+        # Masked, not multiplied by 0: an empty side may hold NaN.
+        x.masked_fill_(no_a[..., None], 0)
+        y = y.masked_fill(no_b[..., None], 0)
+    x.mul_(weight_a.div_(total)[..., None]).addcmul_(y, weight_b.div_(total)[..., None])

@@ -30,6 +30,7 @@ CPU_MLA = KernelSet(
     varlen_attention=cpu.varlen_attention,
     make_plan=_plan_cpu,
     plan_type=cpu.DecodePlan,
+    varlen_bytes=cpu.varlen_bytes,
     remark="plain torch on the CPU, any head count, block size and width; float16 is computed in float32",
 )
 """Plain torch, tuned for the CPU."""
