@@ -216,6 +216,32 @@ def test_varlen_sinks(dtype, up):
             assert_attention(varlen(q, k, v, [n], [m], causal=causal), want, dtype, factor=sink_factor(dtype, up, sinks))
 
 
+@pytest.mark.parametrize("amp", [1.0, 3.0])
+@pytest.mark.parametrize("up", [0.0, 0.5, 1.0, 2.0, 3.5, 5.0, 20.0, 120.0])
+def test_varlen_of_a_key_that_outgrows_the_pieces_before(up, amp):
+    """Pieces of keys take the maximum before them for a guess: one key of the last piece lies `up` above all others."""
+    q, k, v = ragged([40], [1500], 2, torch.bfloat16, dims=(192, 128), amp=amp)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * SCALE
+    for head in range(2):
+        direction = q[7, head].float() / q[7, head].float().norm() ** 2 / SCALE
+        k[1300, head] = (direction * (scores[head, 7].max() + up)).bfloat16()
+    for causal in (True, False):
+        assert_attention(
+            varlen(q, k, v, [40], [1500], causal=causal), varlen_oracle(q, k, v, [40], [1500], causal=causal), torch.bfloat16
+        )
+
+
+def test_a_good_guess_saves_a_product(monkeypatch, bfloat16_way):
+    products, plain = [], torch.baddbmm
+    monkeypatch.setattr(torch, "baddbmm", lambda *args, **options: products.append(args[1].shape) or plain(*args, **options))
+    q, k, v = ragged([300], [2048], 2, torch.bfloat16, dims=(192, 128))
+    varlen(q, k, v, [300], [2048], causal=False)
+    assert len(products) in (0, 2 * (2 + 3))  # two blocks of rows: the first of four pieces twice
+    few = len(products)
+    varlen(3 * q, k, v, [300], [2048], causal=False)
+    assert len(products) - few in (0, 1 + 2 * 8)  # the first guess is poor, and no other is made
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("amp", [1.0, 3.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -14,7 +14,7 @@ import torch
 
 from mla.compute.cpu_flash import FEWEST_BLOCK_ROWS, attend_flash, is_fast
 from mla.compute.cpu_plan import LONGEST_PIECE, UNIT
-from mla.compute.cpu_stack import Workspace, attend_stack, merge_pieces
+from mla.compute.cpu_stack import Guess, Workspace, attend_stack, merge_pieces
 from mla.metadata.dims import MLADims
 
 __all__ = ["attend_sequence", "clear_rows", "varlen_bytes"]
@@ -44,16 +44,27 @@ def _head_ranges(num_heads: int, most: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise([num_heads * i // parts for i in range(parts + 1)]))
 
 
-def _head_major(
-    x: torch.Tensor, name: str, shape: tuple[int, int, int], dtype: torch.dtype, workspace: Workspace
-) -> torch.Tensor:
-    """(rows, heads, dim) as (heads, rows, dim), filled with zeros up to `shape`; a single head fills several."""
-    copy = workspace.take(name, shape, dtype)
+def _head_major(x: torch.Tensor, name: str, stacked: int, width: int, dtype: torch.dtype, workspace: Workspace) -> torch.Tensor:
+    """(rows, heads, dim) as (heads, rows, width), rows and columns filled up with zeros; a single head fills several."""
+    return _fill(workspace.take(name, (stacked, _up(x.shape[0]), width), dtype), x)
+
+
+def _head_major_pieces(
+    x: torch.Tensor, name: str, stacked: int, size: int, dtype: torch.dtype, workspace: Workspace
+) -> list[torch.Tensor]:
+    """(rows, heads, dim) cut after every `size` rows, each piece as `_head_major` and contiguous."""
+    pieces = x.split(size)
+    lengths = [_up(piece.shape[0]) for piece in pieces]
+    copies = workspace.take(name, (sum(lengths) * stacked, x.shape[2]), dtype).split([n * stacked for n in lengths])
+    return [_fill(copy.view(stacked, -1, x.shape[2]), piece) for copy, piece in zip(copies, pieces, strict=True)]
+
+
+def _fill(copy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     rows, _, dim = x.shape
     copy[:, :rows, :dim].copy_(x.transpose(0, 1))
-    if dim < shape[2]:
+    if dim < copy.shape[2]:
         copy[:, :rows, dim:].zero_()
-    if rows < shape[1]:
+    if rows < copy.shape[1]:
         copy[:, rows:].zero_()
     return copy
 
@@ -159,21 +170,32 @@ def attend_sequence(
     fused = is_fast(dtype, q.device) and value_dim <= dim
     widths = (dim, dim, dim if fused else value_dim)
     copied, scores = _head_sizes(query_len - first, kv_len, widths)
+    rows = (q[first:], k, v)
     for begin, end in _head_ranges(num_heads, _most_heads(copied * dtype.itemsize, 0 if fused else scores)):
-        # A single head is there twice where it would be a single piece of work.
-        stacked = 2 if num_heads == 1 and not (fused and query_len - first > FEWEST_BLOCK_ROWS) else end - begin
-        rows = (q[first:], k, v)
-        qh, kh, vh = (
-            x[:, begin:end].transpose(0, 1)
-            if fused and width == x.shape[2] and stacked == end - begin and _can_stay(x)
-            else _head_major(x[:, begin:end], name, (stacked, _up(x.shape[0]), width), dtype, workspace)
-            for name, x, width in zip("qkv", rows, widths, strict=True)
-        )
-        run = _attend_fused if fused else _attend_blocks
-        run(
-            qh, kh, vh, out[first:, begin:end], lse[first:, begin:end],
-            kv_len=kv_len, causal=causal, softmax_scale=softmax_scale, workspace=workspace,
-        )  # fmt: skip
+        heads = [x[:, begin:end] for x in rows]
+        results = (out[first:, begin:end], lse[first:, begin:end])
+        if fused:
+            # A single head is there twice where it would be a single piece of work.
+            stacked = 2 if num_heads == 1 and query_len - first <= FEWEST_BLOCK_ROWS else end - begin
+            stays = [stacked == end - begin and x.shape[2] == dim and _can_stay(x) for x in rows]
+            qh, kh, vh = (
+                x.transpose(0, 1) if stay else _head_major(x, name, stacked, dim, dtype, workspace)
+                for x, name, stay in zip(heads, "qkv", stays, strict=True)
+            )
+            _attend_fused(
+                qh, kh, vh, *results,
+                kv_len=kv_len, causal=causal, softmax_scale=softmax_scale, workspace=workspace,
+            )  # fmt: skip
+        else:
+            stacked = max(2, end - begin)
+            qs, ks, vs = (
+                _head_major_pieces(x, name, stacked, size, dtype, workspace)
+                for x, name, size in zip(heads, "qkv", (BLOCK_ROWS, LONGEST_PIECE, LONGEST_PIECE), strict=True)
+            )
+            _attend_blocks(
+                qs, ks, vs, *results,
+                kv_len=kv_len, causal=causal, softmax_scale=softmax_scale, workspace=workspace,
+            )  # fmt: skip
 
 
 def _attend_fused(
@@ -204,15 +226,10 @@ def _attend_fused(
     lse.copy_(z[:num_heads].t())
 
 
-def _operand(x: torch.Tensor) -> torch.Tensor:
-    """A slice of stacked rows as torch multiplies it: in bfloat16 it would copy one silently for each of several products."""
-    return x.contiguous() if x.dtype == torch.bfloat16 else x
-
-
 def _attend_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: list[torch.Tensor],
+    k: list[torch.Tensor],
+    v: list[torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor,
     *,
@@ -221,33 +238,48 @@ def _attend_blocks(
     softmax_scale: float,
     workspace: Workspace,
 ) -> None:
-    """Some heads by separate products, a block of rows and a piece of keys at a time."""
-    (query_len, num_heads, value_dim), stacked = out.shape, q.shape[0]
-    wide = torch.promote_types(q.dtype, torch.float32)
+    """Some heads by separate products, a block of rows and a piece of keys at a time.
+
+    In bfloat16 the maximum over the pieces before is the guess for the next one, until it is a poor one for some row.
+    """
+    (query_len, num_heads, value_dim), stacked, dtype = out.shape, q[0].shape[0], q[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
     triangle = None
     if causal:
-        size = min(BLOCK_ROWS, q.shape[1])
-        triangle = torch.full((size, size), -torch.inf, dtype=q.dtype, device=q.device).tril_(-1)
-    for first in range(0, query_len, BLOCK_ROWS):
+        size = q[0].shape[1]
+        triangle = torch.full((size, size), -torch.inf, dtype=dtype, device=out.device).tril_(-1)
+    guesses = dtype == torch.bfloat16
+    for queries, first in zip(q, range(0, query_len, BLOCK_ROWS), strict=True):
         last = min(first + BLOCK_ROWS, query_len)
         diagonal = kv_len - query_len + first  # the last key that the first row sees
         visible = min(kv_len, diagonal + last - first) if causal else kv_len
-        rows, pieces = _up(last - first), -(-visible // LONGEST_PIECE)
-        parts = workspace.take("parts", (pieces, stacked, rows, value_dim), q.dtype)
+        rows, pieces = queries.shape[1], -(-visible // LONGEST_PIECE)
+        parts = workspace.take("parts", (pieces, stacked, rows, value_dim), dtype)
         shifts, totals = workspace.take("sums", (2, pieces, stacked, rows), wide)
-        queries = _operand(q[:, first : first + rows])
+        guess: Guess | None = None
         for i in range(pieces):
-            start, keys = i * LONGEST_PIECE, min(visible - i * LONGEST_PIECE, LONGEST_PIECE)
-            here = slice(start, start + _up(keys))
-            shifts[i], totals[i] = attend_stack(
-                _operand(k[:, here]), _operand(v[:, here]), queries, parts[i],
-                softmax_scale=softmax_scale,
-                hide=_hider(keys, diagonal - start, triangle),
-                workspace=workspace,
+            start, num_keys = i * LONGEST_PIECE, min(visible - i * LONGEST_PIECE, LONGEST_PIECE)
+            keys, values = (_head_of_rows(x[i], _up(num_keys)) for x in (k, v))
+            hide = _hider(num_keys, diagonal - start, triangle)
+            shift, total = attend_stack(
+                keys, values, queries, parts[i],
+                softmax_scale=softmax_scale, hide=hide, workspace=workspace, guess=guess,
             )  # fmt: skip
+            shifts[i], totals[i] = shift, total
+            if guess is not None:
+                guesses = shift is guess.shift
+                guess = Guess(shift=shift, total=guess.total + total) if guesses else None
+            elif guesses:
+                rounded = shift.to(dtype)
+                guess = Guess(shift=rounded, total=total * (shift - rounded).exp_())
         if pieces == 1:  # in place: wide copies of a short sequence would cost more than its products
             o, z = parts[0].div_(totals[0][..., None]), shifts[0] + totals[0].log()
         else:
             o, z = merge_pieces(parts.transpose(0, 1), shifts.transpose(0, 1), totals.transpose(0, 1), workspace=workspace)
         out[first:last] = o[:num_heads, : last - first].transpose(0, 1)
         lse[first:last] = z[:num_heads, : last - first].t()
+
+
+def _head_of_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The first rows of (heads, rows, dim), as torch multiplies them: a batch of slices it would copy for each product."""
+    return x if x.shape[1] == num_rows else x[:, :num_rows].contiguous()

@@ -9,10 +9,11 @@ import math
 import threading
 from collections.abc import Callable
 
+import attrs
 import torch
 from torch.nn import functional
 
-__all__ = ["Workspace", "attend_stack", "borrow_workspace", "merge_pieces", "return_workspace"]
+__all__ = ["Guess", "Workspace", "attend_stack", "borrow_workspace", "merge_pieces", "return_workspace"]
 
 FOLD = 8
 """Keys that are moved next to the rows for elementwise work: a fast dimension of few rows is slow."""
@@ -26,6 +27,10 @@ MISSED = 1 / 32
 LARGE = 10.0
 """In float32 a row's largest scaled score is computed again in float64 when it is larger than this."""
 
+
+MOST_EXCESS, EXCESS_PER_SHARE, LEAST_EXCESS = 3.5, 0.35, 0.1
+"""A guessed maximum may be missed by ``share * EXCESS_PER_SHARE - LEAST_EXCESS`` logits and `MOST_EXCESS` at most, where share
+is the sum of exponentials in units of the largest: one key that dominates its row allows a quarter of a logit."""
 
 FEW_PIECES = 4
 """Pieces up to which a sequence's are added one by one."""
@@ -60,6 +65,22 @@ class Workspace:
         """Whether the buffers are real memory of the CPU (not a tracer's) and few enough bytes."""
         buffers = self._buffers.values()
         return sum(x.nbytes for x in buffers) <= KEPT_BYTES and all(type(x) is torch.Tensor for x in buffers)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Guess:
+    """What keys attended before say of those to come.
+
+    Parameters
+    ----------
+    shift : torch.Tensor of shape (num_stacked, num_rows), bfloat16
+        Their maximum.
+    total : torch.Tensor of shape (num_stacked, num_rows), float32
+        Sum of the exponentials of their scores less `shift`.
+    """
+
+    shift: torch.Tensor
+    total: torch.Tensor
 
 
 _kept = threading.local()
@@ -126,6 +147,7 @@ def attend_stack(
     softmax_scale: float,
     hide: Callable[[torch.Tensor], None] | None,
     workspace: Workspace,
+    guess: Guess | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of a batch of equal shapes, not yet divided by its sum.
 
@@ -149,15 +171,22 @@ def attend_stack(
         Writes -inf over the scores (num_stacked, num_keys, num_rows) that do not exist; None if all do.
     workspace : Workspace
         Holds the scores.
+    guess : Guess or None
+        In bfloat16, what the keys before say about the maximum: if it is a good one, a product is saved.
 
     Returns
     -------
     shift, total : torch.Tensor of shape (num_stacked, num_rows), float32 (float64 for float64)
-        What was subtracted from the scaled scores, and the sum of their exponentials. For a row without keys the sum is 0 and
-        the shift hugely negative, so that it outweighs nothing.
+        What was subtracted from the scaled scores (the guess itself if it was taken), and the sum of their exponentials. For a
+        row without keys the sum is 0 and the shift hugely negative, so that it outweighs nothing.
     """
     columns = queries.mT
     scores = workspace.take("scores", (keys.shape[0], keys.shape[1], queries.shape[1]), keys.dtype)
+    if guess is not None:
+        total = _exponentials_of_guess(scores, keys, queries, guess, softmax_scale, hide, workspace)
+        if total is not None:
+            torch.bmm(scores.mT, values, out=out)
+            return guess.shift, total
     if keys.dtype.itemsize >= 4:
         # Logits to the base 2: exp is several times slower where results are 0, as they are for hidden keys; exp2 is not.
         torch.baddbmm(scores, keys, columns, beta=0, alpha=softmax_scale / math.log(2), out=scores)
@@ -190,6 +219,30 @@ def attend_stack(
     total = _sum(scores, workspace)
     torch.bmm(scores.mT, values, out=out)
     return shift, total
+
+
+def _exponentials_of_guess(
+    scores: torch.Tensor,
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    guess: Guess,
+    softmax_scale: float,
+    hide: Callable[[torch.Tensor], None] | None,
+    workspace: Workspace,
+) -> torch.Tensor | None:
+    """Exponentials into `scores` and their sum, with a guess for the row maximum; None if it is poor for some row.
+
+    A score above the guess by x is rounded by up to x / 512. That is fine while many keys share the sum, whose errors then
+    cancel out, and not where one key dominates it. Scores far below the guess weigh too little to matter.
+    """
+    torch.baddbmm(guess.shift[:, None].expand_as(scores), keys, queries.mT, beta=-1, alpha=softmax_scale, out=scores)
+    if hide is not None:
+        hide(scores)
+    excess = _largest(scores).float()
+    total = _sum(scores.exp_(), workspace)
+    share = (total + guess.total).mul_(excess.neg().exp_())  # in units of the largest exponential
+    limit = share.mul_(EXCESS_PER_SHARE).sub_(LEAST_EXCESS).clamp_(max=MOST_EXCESS)
+    return total if bool((excess <= limit).all()) else None  # NaN and inf are poor guesses too
 
 
 def _missed_by_float32(
