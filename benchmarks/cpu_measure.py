@@ -253,7 +253,9 @@ def measure_context(settings: Settings) -> list[Row]:
         want = shapes.attend_float64(inputs.q[:, checked], keys, values, causal=True)
         peak = peak_bytes(ours)
         shortest = shortest or peak
-        promised = prefill_workspace_bytes(inputs.dims, num_query_tokens=new, context_chunk_tokens=chunk, dtype=dtype)
+        promised = prefill_workspace_bytes(
+            inputs.dims, num_query_tokens=new, context_chunk_tokens=chunk, dtype=dtype, kernels=settings.ours
+        )
         pairs = new * context_len + new * (new + 1) // 2
         flops = 2 * heads * (320 * pairs + 256 * shapes.RANK * (context_len + new))
         found = measure(case, dtype, contenders, want, settings, flops=flops, heads=checked)

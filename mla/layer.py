@@ -7,7 +7,7 @@ import torch
 from mla._checks import check_instance, check_positive_float, check_tensor
 from mla.compute.attention import check_attention_inputs, check_workspace, decode, prefill
 from mla.compute.kernels import KernelSet, Plan
-from mla.compute.linear import linear
+from mla.compute.products import linear
 from mla.compute.rope import RopeTable, apply_rope
 from mla.errors import KernelError
 from mla.metadata.dims import MLADims

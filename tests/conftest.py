@@ -6,7 +6,7 @@ import pytest
 import torch
 from golden_io import GOLDEN_DIR, metadata_cases, section_cases
 
-from mla.compute import cpu_decode, cpu_prefill
+from mla.compute import cpu_decode, cpu_prefill, cpu_stack
 
 FILE_KINDS = ("decode", "prefill", "layer", "merge", "fp8_dequant")
 SECTIONS = {
@@ -64,3 +64,10 @@ def bfloat16_way(request, monkeypatch):
     """Both ways in which the CPU kernels may compute bfloat16: which of them a processor takes is a matter of speed."""
     for module in (cpu_decode, cpu_prefill):
         monkeypatch.setattr(module, "is_fast", lambda dtype, _: dtype == torch.bfloat16 and request.param == "fused")
+
+
+@pytest.fixture
+def no_kept_scratch(monkeypatch):
+    """Every call takes its scratch memory anew, so that allocations are those of a first call."""
+    monkeypatch.setattr(cpu_stack, "KEPT_BYTES", 0)
+    cpu_stack.borrow_workspace(torch.device("cpu"))

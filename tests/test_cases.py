@@ -733,6 +733,7 @@ def allocations_of_prefill(query_len: int, context_len: int, chunk: int) -> Allo
     return seen
 
 
+@pytest.mark.usefixtures("no_kept_scratch")
 def test_case_52_memory_follows_the_chunk_and_not_the_context() -> None:
     chunked, at_once = (allocations_of_prefill(8, 4096, chunk) for chunk in (512, 4096))
     assert 0 < chunked.peak < at_once.peak / 2

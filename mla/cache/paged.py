@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from mla._checks import as_items, check_floating, check_tensor
@@ -15,6 +16,9 @@ from mla.cache.spec import check_latent_cache
 from mla.errors import CacheError
 
 __all__ = ["copy_blocks_", "gather_latent_cache", "swap_blocks_", "write_latent_cache_"]
+
+WORD = torch.complex128
+"""The widest elements that torch has; they are only moved."""
 
 
 def write_latent_cache_(latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -53,9 +57,12 @@ def write_latent_cache_(latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: to
         if device.type == "cpu":
             keep = _writable(slot_mapping, len(rows))
             if keep is not None:
-                slot_mapping, kv_c, k_pe = slot_mapping[keep], kv_c[keep], k_pe[keep]
-            rows[:, :rank].index_put_((slot_mapping,), kv_c.to(rows.dtype))
-            rows[:, rank:].index_put_((slot_mapping,), k_pe.to(rows.dtype))
+                slot_mapping, kv_c, k_pe = (x.index_select(0, keep) for x in (slot_mapping, kv_c, k_pe))
+            parts = [x.to(rows.dtype).contiguous() for x in (kv_c, k_pe)]
+            rows, *parts = _as_words(rows, *parts)
+            split = parts[0].shape[1]
+            rows[:, :split].index_put_((slot_mapping,), parts[0])
+            rows[:, split:].index_put_((slot_mapping,), parts[1])
         else:
             _write_unchecked_(rows, torch.cat([kv_c, k_pe], dim=1).to(rows.dtype), slot_mapping)
 
@@ -64,14 +71,25 @@ def _writable(slots: torch.Tensor, num_slots: int) -> torch.Tensor | None:
     """Indices of the rows to write, None for all; slots are checked by value."""
     if not slots.numel():
         return None
-    ordered = slots.sort().values
+    ordered = np.sort(slots.numpy())
     low, high = int(ordered[0]), int(ordered[-1])
     if low < -1 or high >= num_slots:
         raise CacheError(f"slot_mapping: expected slots in -1..{num_slots - 1}, got {low if low < -1 else high}")
-    twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
-    if bool(twice.any()):
+    twice = ordered[1:] == ordered[:-1]
+    if low < 0:
+        twice &= ordered[1:] >= 0
+    if twice.any():
         raise CacheError(f"slot_mapping: expected every slot once, got slot {int(ordered[1:][twice][0])} twice")
     return (slots >= 0).nonzero().flatten() if low < 0 else None
+
+
+def _as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Contiguous matrices as matrices of 16 bytes an element if all can be seen so: scattering copies element by element."""
+    if torch.compiler.is_compiling():  # cannot trace addresses
+        return tensors
+    if any(x.shape[1] * x.itemsize % WORD.itemsize or x.data_ptr() % WORD.itemsize or not x.numel() for x in tensors):
+        return tensors
+    return tuple(x.view(WORD) for x in tensors)
 
 
 def _write_unchecked_(rows: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -120,7 +138,7 @@ def gather_latent_cache(latent_cache: torch.Tensor, slots: torch.Tensor, *, out:
     if out.shape[0] < num_rows:
         raise CacheError(f"out: expected at least {num_rows} rows, got {out.shape[0]}")
     if device.type == "cpu" and num_rows:
-        low, high = int(slots.min()), int(slots.max())
+        low, high = (int(x) for x in slots.aminmax())
         if low < 0 or high >= num_slots:
             raise CacheError(f"slots: expected slots in 0..{num_slots - 1}, got {low if low < 0 else high}")
     target = out[:num_rows]

@@ -3,8 +3,8 @@
 from mla.compute.absorb import absorb_query, expand_latent, project_output, split_kv_b_proj
 from mla.compute.attention import decode, prefill, prefill_workspace_bytes
 from mla.compute.kernels import KernelSet, explain
-from mla.compute.linear import head_linear, linear
 from mla.compute.merge import merge_attn_states
+from mla.compute.products import head_linear, linear
 from mla.compute.rope import RopeTable, apply_rope, rope_table
 from mla.compute.select import kernel_set, kernels_for
 

@@ -72,23 +72,25 @@ def merge_attn_states(
     out = prefix_out.new_empty(prefix_out.shape, dtype=torch.promote_types(prefix_out.dtype, suffix_out.dtype))
     lse = prefix_lse.clone()
     for rows in _row_blocks(prefix_out):
-        block = prefix_out[rows].to(wide, copy=True)
-        _merge_into_(block, lse[rows], suffix_out[rows], suffix_lse[rows])
-        out[rows] = block
+        # Masked, not multiplied by 0: an empty side may hold NaN.
+        prefix = prefix_out[rows].to(wide).masked_fill(_is_empty(prefix_lse[rows])[..., None], 0)
+        suffix = suffix_out[rows].masked_fill(_is_empty(suffix_lse[rows])[..., None], 0)
+        _merge_into_(prefix, lse[rows], suffix, suffix_lse[rows])
+        out[rows] = prefix
     return out, lse
 
 
 def merge_into_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """`merge_attn_states` that writes over its first side; checks nothing.
+    """`merge_attn_states` of what kernels return, written over its first side; checks nothing.
 
     Parameters
     ----------
     out : torch.Tensor of shape (num_tokens, num_heads, v_head_dim)
-        In the dtype of the LSE.
+        In the dtype of the LSE; finite where that is -inf.
     lse : torch.Tensor of shape (num_tokens, num_heads), float32 or float64
         Natural logarithms.
     part_out, part_lse : torch.Tensor
-        The other side; its output may have a narrower dtype.
+        The other side, likewise; its output may have a narrower dtype.
     """
     for rows in _row_blocks(out):
         _merge_into_(out[rows], lse[rows], part_out[rows], part_lse[rows])
@@ -99,17 +101,16 @@ def _row_blocks(out: torch.Tensor) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, out.shape[0], step))
 
 
+def _is_empty(lse: torch.Tensor) -> torch.Tensor:
+    return lse.isinf()
+
+
 def _merge_into_(x: torch.Tensor, lse_x: torch.Tensor, y: torch.Tensor, lse_y: torch.Tensor) -> None:
-    a, b = (lse.masked_fill(lse == torch.inf, -torch.inf) for lse in (lse_x, lse_y))
+    a, b = (lse.masked_fill(_is_empty(lse), -torch.inf) for lse in (lse_x, lse_y))
     high = torch.maximum(a, b)
     shift = high.masked_fill(high == -torch.inf, 0)  # exp(-inf - -inf) would be NaN
     weight_a, weight_b = (a - shift).exp_(), (b - shift).exp_()
     total = weight_a + weight_b
     lse_x.copy_(total.log().add_(shift))
     total.masked_fill_(total == 0, 1)
-    no_a, no_b = weight_a == 0, weight_b == 0
-    if x.device.type != "cpu" or bool(no_a.any()) or bool(no_b.any()):
-        # Masked, not multiplied by 0: an empty side may hold NaN.
-        x.masked_fill_(no_a[..., None], 0)
-        y = y.masked_fill(no_b[..., None], 0)
     x.mul_(weight_a.div_(total)[..., None]).addcmul_(y, weight_b.div_(total)[..., None])

@@ -12,7 +12,8 @@ import pytest
 import torch
 from compare import assert_close
 
-from mla.compute import head_linear, linear
+from mla import MLADims, RopeSpec
+from mla.compute import absorb_query, head_linear, linear, products, project_output
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 KINDS = ("tokens", "heads")
@@ -41,6 +42,8 @@ def test_row_bits_depend_on_the_row_alone(dtype, kind, restore_num_threads):
         if num_rows * depth * columns * heads > 2e8:
             continue
         x, w = cancelling(num_rows, heads, depth, columns, dtype)
+        if draw.random() < 0.3:
+            w = w.mT.contiguous().mT  # the other layout, which is never the left operand
 
         def product(rows: torch.Tensor, w: torch.Tensor = w) -> torch.Tensor:
             return linear(rows[:, 0], w[0]) if kind == "tokens" else head_linear(rows, w.transpose(1, 2))
@@ -53,6 +56,79 @@ def test_row_bits_depend_on_the_row_alone(dtype, kind, restore_num_threads):
         if not torch.equal(whole, product(x[first:last])):
             failed.append((num_rows, depth, columns, heads, first, last))
     assert not failed
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_and_the_side_of_the_weight_do_not_change_bits(dtype, kind, monkeypatch):
+    x, w = cancelling(150, 1 if kind == "tokens" else 7, 800, 112, dtype)
+
+    def product():
+        return linear(x[:, 0], w[0]) if kind == "tokens" else head_linear(x, w.mT)
+
+    found = []
+    for few in (0, 1000):
+        monkeypatch.setitem(products.FEW_ROWS, dtype, few)
+        for names in ((), ("BLOCK_ROWS", "BLOCK_HEAD_ROWS"), ("BLOCK_COLUMNS", "BLOCK_SUMS"), ("BLOCK_ROWS", "BLOCK_COLUMNS")):
+            with monkeypatch.context() as smaller:
+                for name in names:
+                    smaller.setattr(products, name, 48)
+                found.append(product())
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 70])
+@pytest.mark.parametrize("rank", [24, 400])
+def test_gradients_change_no_bits(dtype, num_rows, rank):
+    dims = MLADims(
+        num_heads=3,
+        kv_lora_rank=rank,
+        qk_nope_head_dim=20,
+        qk_rope_head_dim=4,
+        v_head_dim=16,
+        rope=RopeSpec(dim=4, interleaved=True),
+    )
+    generator = torch.Generator().manual_seed(num_rows)
+    q, latent = (torch.randn(num_rows, 3, width, generator=generator).to(dtype) for width in (24, rank))
+    weight = (torch.randn(3 * 36, rank, generator=generator) * rank**-0.5).to(dtype)
+    w_uk, w_uv = weight.double().view(3, 36, rank).split([20, 16], dim=1)
+    wanted = {
+        absorb_query: lambda x: torch.cat([torch.einsum("thd,hdc->thc", x[..., :20], w_uk), x[..., 20:]], dim=-1),
+        project_output: lambda x: torch.einsum("thc,hdc->thd", x, w_uv),
+    }
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
+    for x, (function, expected) in zip((q, latent), wanted.items(), strict=True):
+        plain, traced, wide = function(x, weight, dims), x.clone().requires_grad_(), x.double().requires_grad_()
+        out, reference = function(traced, weight, dims), expected(wide)
+        assert torch.equal(out, plain)
+        assert plain.is_contiguous()
+        factor = torch.randn(out.shape, generator=generator).to(dtype)
+        (gradient,) = torch.autograd.grad(out, traced, factor)
+        (wanted_gradient,) = torch.autograd.grad(reference, wide, factor.double())
+        if num_rows:
+            assert_close(out, reference.detach(), rel=tolerance)
+            assert_close(gradient, wanted_gradient, rel=tolerance)
+
+
+def test_products_can_be_compiled():
+    dims = MLADims(
+        num_heads=3,
+        kv_lora_rank=24,
+        qk_nope_head_dim=20,
+        qk_rope_head_dim=4,
+        v_head_dim=16,
+        rope=RopeSpec(dim=4, interleaved=True),
+    )
+    q, weight = torch.randn(5, 3, 24), torch.randn(3 * 36, 24)
+
+    def there_and_back(q, weight):
+        return project_output(absorb_query(q, weight, dims)[..., :24], weight, dims)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(q, weight), there_and_back(q, weight), rel=1e-6)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
