@@ -28,7 +28,7 @@ def _gather(units: torch.Tensor, item: DecodeItem, latent_dim: int, dtype: torch
 def _mask(item: DecodeItem, dtype: torch.dtype) -> torch.Tensor | None:
     """What to add to the scores of (pieces, query_len, keys): -inf where a token does not see a key, else 0.
 
-    A token that sees no key of a piece is left the first, so that its row stays finite; `_forget` drops the result.
+    A token that sees no key of a piece is left the first, so that its row stays finite; the caller drops the result.
     """
     if not item.is_partial:
         return None

@@ -31,7 +31,10 @@ CPU_MLA = KernelSet(
     make_plan=_plan_cpu,
     plan_type=cpu.DecodePlan,
     varlen_bytes=cpu.varlen_bytes,
-    remark="plain torch on the CPU, any head count, block size and width; float16 is computed in float32",
+    remark=(
+        "plain torch on the CPU, any head count, block size and width; bfloat16 by the fused attention operator where the "
+        "processor has AMX and by separate products elsewhere; float16 is computed in float32"
+    ),
 )
 """Plain torch, tuned for the CPU."""
 
