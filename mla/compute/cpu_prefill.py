@@ -29,7 +29,7 @@ COPY_BYTES = 32 << 20
 """Bytes of head-major copies that are held at a time, unless two heads are more."""
 
 FEW_ROWS = 512
-"""Rows up to which a head-major copy costs the fused operator more than it saves: each is read for few blocks of queries."""
+"""Rows up to which a head-major copy costs more than it saves: each is read for few blocks of queries."""
 
 CACHE_LINE = 64
 
@@ -52,8 +52,11 @@ def _head_major(x: torch.Tensor, name: str, stacked: int, width: int, dtype: tor
 def _head_major_pieces(
     x: torch.Tensor, name: str, stacked: int, size: int, dtype: torch.dtype, workspace: Workspace
 ) -> list[torch.Tensor]:
-    """(rows, heads, dim) cut after every `size` rows, each piece as `_head_major` and contiguous."""
+    """(rows, heads, dim) cut after every `size` rows, each piece as `_head_major` and contiguous, unless it can stay."""
     pieces = x.split(size)
+    lies_well = x.dtype == dtype and x.stride(2) == 1 and x.shape[0] % UNIT == 0
+    if lies_well and x.shape[1] == stacked and x.shape[0] <= FEW_ROWS and dtype.itemsize >= 4:
+        return [piece.transpose(0, 1) for piece in pieces]  # bits do not depend on strides; bfloat16 would be copied
     lengths = [_up(piece.shape[0]) for piece in pieces]
     copies = workspace.take(name, (sum(lengths) * stacked, x.shape[2]), dtype).split([n * stacked for n in lengths])
     return [_fill(copy.view(stacked, -1, x.shape[2]), piece) for copy, piece in zip(copies, pieces, strict=True)]
@@ -240,7 +243,7 @@ def _attend_blocks(
 ) -> None:
     """Some heads by separate products, a block of rows and a piece of keys at a time.
 
-    In bfloat16 the maximum over the pieces before is the guess for the next one, until it is a poor one for some row.
+    In bfloat16 the maximum over the first piece of keys is the guess for the others, until it is a poor one for some row.
     """
     (query_len, num_heads, value_dim), stacked, dtype = out.shape, q[0].shape[0], q[0].dtype
     wide = torch.promote_types(dtype, torch.float32)
