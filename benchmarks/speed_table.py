@@ -31,7 +31,11 @@ def _key(row: Row) -> tuple[str, str]:
 
 
 def _lengths(lengths: list[int] | str) -> str:
-    return lengths if isinstance(lengths, str) else " + ".join(str(n) for n in lengths)
+    if isinstance(lengths, str):
+        return lengths
+    if len(lengths) > 1 and len(set(lengths)) == 1:
+        return f"{len(lengths)} x {lengths[0]}"
+    return " + ".join(str(n) for n in lengths)
 
 
 def _name(row: Row) -> str:
