@@ -40,7 +40,7 @@ $(VENV)/demo.stamp: $(VENV)/wheel.stamp
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/wheel.stamp
-	$(BIN)/pip install --quiet --constraint constraints.txt "$$(ls dist/mla-*.whl)[test]"
+	$(BIN)/pip install --quiet --constraint constraints.txt "$$(ls dist/mla-*.whl)[test,triton]"
 	$(BIN)/pip install --quiet --no-deps --force-reinstall dist/mla-*.whl
 	touch $@
 

@@ -44,7 +44,7 @@ from mla import (
     validate_metadata_values,
 )
 from mla.cache import allocate_latent_cache, gather_latent_cache, write_latent_cache_
-from mla.compute import apply_rope, merge_attn_states, prefill, split_kv_b_proj
+from mla.compute import apply_rope, cuda, merge_attn_states, prefill, split_kv_b_proj
 from mla.errors import MLAError
 from mla.metadata import DecodeMetadata, PagedKV, context_workspace_tokens
 
@@ -1090,12 +1090,25 @@ def test_case_96_sixteen_heads_and_seventeen_keys(dtype: torch.dtype) -> None:
 
 
 def test_case_97_a_device_gets_its_own_set_or_none() -> None:
-    assert list(mla.compute.select.KERNEL_SETS) == ["CPU_MLA", "CPU_MLA_IPEX", "TORCH", "REFERENCE", "ROCM_AITER_MLA"]
+    names = ["CPU_MLA", "CPU_MLA_IPEX", "TORCH", "REFERENCE", "ROCM_AITER_MLA", "TRITON_MLA"]
+    assert list(mla.compute.select.KERNEL_SETS) == names
     assert kernels_for("cpu") is kernel_set("CPU_MLA")
     assert kernel_set("CPU_MLA").device_types == ("cpu",)
-    for absent in ("xpu", "mps", "meta", "cuda"):  # this torch has no HIP
+    for absent in ("xpu", "mps", "meta"):
         with pytest.raises(KernelError, match=f"device: expected .*, got '{absent}'; kernel_set\\('TORCH'\\) runs"):
             kernels_for(absent)
+
+
+def test_case_97_an_nvidia_gpu_gets_triton_if_it_is_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_installed_triton", lambda: "3.6.0")
+    kernels = kernels_for("cuda", dtype=BF16)  # this torch has no HIP
+    assert kernels.name == "TRITON_MLA"
+    assert kernels.device_types == ("cuda",)
+    assert explain(kernels, dtype=torch.float64).startswith("TRITON_MLA does not run: dtype: expected bfloat16 or float16")
+    for version, got in ((None, "no package of that name"), ("3.5.1", "3.5.1")):
+        monkeypatch.setattr(cuda, "_installed_triton", lambda version=version: version)
+        with pytest.raises(KernelError, match=f"device: expected TRITON_MLA for cuda, or kernel_set.*got triton: .*{got}"):
+            kernels_for("cuda")
 
 
 def test_cases_tested_elsewhere_are_there() -> None:

@@ -9,14 +9,20 @@ import re
 from pathlib import Path
 
 import pytest
+from triton_here import HAS_TRITON
 
 import mla
 
 README = Path(__file__).parent.parent / "README.md"
-MODULES = [mla.__name__, *(info.name for info in pkgutil.walk_packages(mla.__path__, "mla."))]
+MODULES = [
+    mla.__name__,
+    *(info.name for info in pkgutil.walk_packages(mla.__path__, "mla.") if HAS_TRITON or not info.name.endswith("_kernels")),
+]
 WITH_EXAMPLES = {
     "mla.cache.blocks",
     "mla.cache.spec",
+    "mla.compute.cuda",
+    "mla.compute.ipex_load",
     "mla.compute.kernels",
     "mla.compute.merge",
     "mla.compute.rocm_load",

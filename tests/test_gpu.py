@@ -37,12 +37,19 @@ def on_gpu(batch):
     return attrs.evolve(batch, **{name: value.to("cuda") for name, value in moved.items()})
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("TORCH", dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+        *(("TRITON_MLA", dtype) for dtype in (torch.bfloat16, torch.float16)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("block_size", [1, 16, 48])
-def test_the_torch_set_meets_the_reference(dtype, block_size):
+def test_a_set_meets_the_reference(name, dtype, block_size):
     batch = make_batch(ROWS, block_size=block_size, dtype=dtype, seed=3, context_chunk_tokens=16, pad_decodes_to=5)
     gpu = on_gpu(batch)
-    kernels = kernel_set("TORCH")
+    kernels = kernel_set(name)
     with torch.inference_mode():
         out, lse = attend(
             gpu.q, gpu.kv_c, gpu.k_pe, gpu.latent_cache, gpu.metadata, kv_b_proj=gpu.kv_b_proj, dims=gpu.dims, kernels=kernels

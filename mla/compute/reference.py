@@ -77,7 +77,7 @@ def varlen_attention(
     return out, lse
 
 
-def _rows(latent_cache: torch.Tensor, block_table: torch.Tensor, seq: int, length: int) -> torch.Tensor:
+def _cached_rows(latent_cache: torch.Tensor, block_table: torch.Tensor, seq: int, length: int) -> torch.Tensor:
     """The cache rows of one sequence, token by token."""
     block_size = latent_cache.shape[1]
     table = block_table[seq].tolist()
@@ -122,7 +122,7 @@ def paged_decode(
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float64)
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     for seq, (first, last) in enumerate(pairwise(starts)):
-        rows = _rows(latent_cache, metadata.block_table, seq, lengths[seq])[:, None].expand(-1, q.shape[1], -1)
+        rows = _cached_rows(latent_cache, metadata.block_table, seq, lengths[seq])[:, None].expand(-1, q.shape[1], -1)
         for t in range(first, last):
             visible = lengths[seq] - (last - 1 - t)
             out[t], lse[t] = _attend(q[t].double(), rows, rows[..., :kv_lora_rank], visible, softmax_scale)
@@ -177,7 +177,7 @@ def latent_attention(
     weight = kv_b_proj.double().reshape(dims.num_heads, -1, dims.kv_lora_rank)
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     for seq, (first, last) in enumerate(pairwise(starts)):
-        rows = _rows(latent_cache, metadata.block_table, seq, lengths[seq])
+        rows = _cached_rows(latent_cache, metadata.block_table, seq, lengths[seq])
         expanded = torch.einsum("lc,hdc->lhd", rows[:, : dims.kv_lora_rank], weight)
         shared = rows[:, None, dims.kv_lora_rank :].expand(-1, dims.num_heads, -1)
         keys = torch.cat([expanded[..., : dims.qk_nope_head_dim], shared], dim=2)

@@ -9,7 +9,7 @@ import torch
 
 from mla._checks import as_device, describe
 from mla.cache.spec import CACHE_DTYPES
-from mla.compute import cpu, ipex, reference, rocm
+from mla.compute import cpu, cuda, ipex, reference, rocm
 from mla.compute.kernels import KernelSet, Plan, explain, refuse_features
 from mla.errors import KernelError
 from mla.metadata.dims import MLADims
@@ -58,6 +58,7 @@ KERNEL_SETS: dict[str, Callable[[], KernelSet]] = {
     "TORCH": lambda: TORCH,
     "REFERENCE": lambda: REFERENCE,
     "ROCM_AITER_MLA": rocm.make_kernel_set,
+    "TRITON_MLA": cuda.make_kernel_set,
 }
 """Every kernel set by its name; a set over a vendor's package imports that package when it is asked for."""
 
@@ -83,10 +84,10 @@ def _default_name(device: torch.device, *, use_ipex: bool) -> str:
         return "CPU_MLA_IPEX"
     if device.type == "cpu":
         return "CPU_MLA"
-    if device.type == "cuda" and torch.version.hip is not None:
-        return "ROCM_AITER_MLA"
+    if device.type == "cuda":
+        return "TRITON_MLA" if torch.version.hip is None else "ROCM_AITER_MLA"
     raise KernelError(
-        f"device: expected cpu or a ROCm GPU, got {device.type!r}; kernel_set('TORCH') runs in plain torch on any device"
+        f"device: expected cpu or cuda, got {device.type!r}; kernel_set('TORCH') runs in plain torch on any device"
     )
 
 
