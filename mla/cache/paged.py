@@ -15,10 +15,48 @@ from mla._checks import as_items, check_floating, check_tensor
 from mla.cache.spec import check_latent_cache
 from mla.errors import CacheError
 
-__all__ = ["copy_blocks_", "gather_latent_cache", "swap_blocks_", "write_latent_cache_"]
+__all__ = ["check_gather", "check_write", "copy_blocks_", "gather_latent_cache", "swap_blocks_", "write_latent_cache_"]
 
 WORD = torch.complex128
 """The widest elements that torch has; they are only moved."""
+
+
+def check_write(latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Refuse arguments of a cache write that do not fit each other; reads no value.
+
+    Raises
+    ------
+    CacheError
+        Naming the argument.
+    """
+    check_latent_cache("latent_cache", latent_cache)
+    device = latent_cache.device
+    bound = check_tensor("slot_mapping", slot_mapping, "(num_tokens,)", torch.int64, device=device, error=CacheError)
+    check_tensor("kv_c", kv_c, "(num_tokens, kv_lora_rank)", device=device, bound=bound, error=CacheError)
+    check_tensor("k_pe", k_pe, "(num_tokens, qk_rope_head_dim)", kv_c.dtype, device=device, bound=bound, error=CacheError)
+    rank, latent_dim = kv_c.shape[1], latent_cache.shape[2]
+    if rank + k_pe.shape[1] != latent_dim:
+        raise CacheError(
+            f"kv_c, k_pe: expected {latent_dim} columns together (latent_dim of the cache), got {rank} + {k_pe.shape[1]}"
+        )
+    check_floating("kv_c", kv_c, CacheError)
+
+
+def check_gather(latent_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """Refuse arguments of a gather that do not fit each other; reads no value.
+
+    Raises
+    ------
+    CacheError
+        Naming the argument.
+    """
+    check_latent_cache("latent_cache", latent_cache)
+    device, bound = latent_cache.device, {"latent_dim": latent_cache.shape[2]}
+    check_tensor("slots", slots, "(num_kv_tokens,)", torch.int64, device=device, error=CacheError)
+    check_tensor("out", out, "(num_rows, latent_dim)", device=device, bound=bound, error=CacheError)
+    check_floating("out", out, CacheError)
+    if out.shape[0] < slots.shape[0]:
+        raise CacheError(f"out: expected at least {slots.shape[0]} rows, got {out.shape[0]}")
 
 
 def write_latent_cache_(latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -41,17 +79,8 @@ def write_latent_cache_(latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: to
         Shapes, dtypes or devices that do not fit; on the CPU also a slot outside the cache or one given twice. Nothing is
         written then.
     """
-    check_latent_cache("latent_cache", latent_cache)
-    device = latent_cache.device
-    bound = check_tensor("slot_mapping", slot_mapping, "(num_tokens,)", torch.int64, device=device, error=CacheError)
-    check_tensor("kv_c", kv_c, "(num_tokens, kv_lora_rank)", device=device, bound=bound, error=CacheError)
-    check_tensor("k_pe", k_pe, "(num_tokens, qk_rope_head_dim)", kv_c.dtype, device=device, bound=bound, error=CacheError)
-    rank, latent_dim = kv_c.shape[1], latent_cache.shape[2]
-    if rank + k_pe.shape[1] != latent_dim:
-        raise CacheError(
-            f"kv_c, k_pe: expected {latent_dim} columns together (latent_dim of the cache), got {rank} + {k_pe.shape[1]}"
-        )
-    check_floating("kv_c", kv_c, CacheError)
+    check_write(latent_cache, kv_c, k_pe, slot_mapping)
+    device, latent_dim = latent_cache.device, latent_cache.shape[2]
     rows = latent_cache.view(-1, latent_dim)
     with torch.no_grad():
         if device.type == "cpu":
@@ -127,16 +156,9 @@ def gather_latent_cache(latent_cache: torch.Tensor, slots: torch.Tensor, *, out:
     CacheError
         Shapes, dtypes or devices that do not fit, a workspace that is too small; on the CPU also a slot outside the cache.
     """
-    check_latent_cache("latent_cache", latent_cache)
-    device = latent_cache.device
-    check_tensor("slots", slots, "(num_kv_tokens,)", torch.int64, device=device, error=CacheError)
-    check_tensor(
-        "out", out, "(num_rows, latent_dim)", device=device, bound={"latent_dim": latent_cache.shape[2]}, error=CacheError
-    )
-    check_floating("out", out, CacheError)
-    num_rows, num_slots = slots.shape[0], latent_cache.shape[0] * latent_cache.shape[1]
-    if out.shape[0] < num_rows:
-        raise CacheError(f"out: expected at least {num_rows} rows, got {out.shape[0]}")
+    check_gather(latent_cache, slots, out)
+    device, num_rows = latent_cache.device, slots.shape[0]
+    num_slots = latent_cache.shape[0] * latent_cache.shape[1]
     if device.type == "cpu" and num_rows:
         low, high = (int(x) for x in slots.aminmax())
         if low < 0 or high >= num_slots:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mla._checks import check_floating, check_tensor
-from mla.cache.spec import check_latent_cache
-from mla.errors import CacheError
+from mla.cache.paged import check_gather, check_write
 
 __all__ = ["gather_latent_cache", "write_latent_cache_"]
 
@@ -39,15 +37,8 @@ def write_latent_cache_(latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: to
     CacheError
         Shapes, dtypes or devices that do not fit. Nothing is written then.
     """
-    check_latent_cache("latent_cache", latent_cache)
-    device = latent_cache.device
-    bound = check_tensor("slot_mapping", slot_mapping, "(num_tokens,)", torch.int64, device=device, error=CacheError)
-    check_tensor("kv_c", kv_c, "(num_tokens, kv_lora_rank)", device=device, bound=bound, error=CacheError)
-    check_tensor("k_pe", k_pe, "(num_tokens, qk_rope_head_dim)", kv_c.dtype, device=device, bound=bound, error=CacheError)
-    (num_tokens, rank), rope, latent_dim = kv_c.shape, k_pe.shape[1], latent_cache.shape[2]
-    if rank + rope != latent_dim:
-        raise CacheError(f"kv_c, k_pe: expected {latent_dim} columns together (latent_dim of the cache), got {rank} + {rope}")
-    check_floating("kv_c", kv_c, CacheError)
+    check_write(latent_cache, kv_c, k_pe, slot_mapping)
+    (num_tokens, rank), rope = kv_c.shape, k_pe.shape[1]
     if not num_tokens or not latent_cache.numel():
         return
     import triton
@@ -85,14 +76,8 @@ def gather_latent_cache(latent_cache: torch.Tensor, slots: torch.Tensor, *, out:
     CacheError
         Shapes, dtypes or devices that do not fit, a workspace that is too small.
     """
-    check_latent_cache("latent_cache", latent_cache)
-    device, latent_dim = latent_cache.device, latent_cache.shape[2]
-    check_tensor("slots", slots, "(num_kv_tokens,)", torch.int64, device=device, error=CacheError)
-    check_tensor("out", out, "(num_rows, latent_dim)", device=device, bound={"latent_dim": latent_dim}, error=CacheError)
-    check_floating("out", out, CacheError)
-    num_rows = slots.shape[0]
-    if out.shape[0] < num_rows:
-        raise CacheError(f"out: expected at least {num_rows} rows, got {out.shape[0]}")
+    check_gather(latent_cache, slots, out)
+    num_rows, latent_dim = slots.shape[0], latent_cache.shape[2]
     target = out[:num_rows]
     if not target.numel():
         return target
