@@ -27,7 +27,6 @@ MISSED = 1 / 32
 LARGE = 10.0
 """In float32 a row's largest scaled score is computed again in float64 when it is larger than this."""
 
-
 MOST_EXCESS, EXCESS_PER_SHARE, LEAST_EXCESS = 3.5, 0.35, 0.1
 """A guessed maximum may be missed by ``share * EXCESS_PER_SHARE - LEAST_EXCESS`` logits and `MOST_EXCESS` at most, where share
 is the sum of exponentials in units of the largest: one key that dominates its row allows a quarter of a logit."""

@@ -14,7 +14,7 @@ from mla.compute import triton_cache, triton_decode, triton_prefill
 from mla.compute.kernels import KernelSet
 from mla.errors import KernelError
 
-__all__ = ["OLDEST_TRITON", "make_kernel_set"]
+__all__ = ["OLDEST_TRITON", "check_triton", "make_kernel_set"]
 
 OLDEST_TRITON = (3, 6)
 """The first release that these kernels were compiled with."""
@@ -34,6 +34,11 @@ def check_triton(installed: str | None) -> str:
     ----------
     installed : str or None
         As the package's metadata have it.
+
+    Returns
+    -------
+    str
+        The same.
 
     Raises
     ------
