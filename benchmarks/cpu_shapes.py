@@ -151,7 +151,7 @@ class DecodeInputs:
     def rows(self, seq: int) -> torch.Tensor:
         """The cached rows of a sequence, in order."""
         length = self.shape.lengths[seq]
-        blocks = self.metadata.block_table[seq, : -(-length // BLOCK_SIZE)].long()
+        blocks = self.metadata.block_table[seq, : -(-length // self.latent_cache.shape[1])].long()
         return self.latent_cache[blocks].reshape(-1, LATENT)[:length]
 
     def float64(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +160,7 @@ class DecodeInputs:
         count = self.shape.query_len
         for seq, length in enumerate(self.shape.lengths):
             rows = self.rows(seq).double()
-            hidden = torch.ones(count, length, dtype=torch.bool).triu(1 + length - count)
+            hidden = torch.ones(count, length, dtype=torch.bool, device=rows.device).triu(1 + length - count)
             scores = self.q[seq * count : (seq + 1) * count].double() @ rows.T * SCALE
             scores.masked_fill_(hidden[:, None], -torch.inf)
             out.append(scores.softmax(-1) @ rows[:, :RANK])
@@ -226,8 +226,8 @@ class PrefillInputs:
 
 def attend_float64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence in float64, causal aligned at the end; a head and 256 rows at a time, which bounds the memory."""
-    out = torch.empty(*q.shape[:2], v.shape[2], dtype=torch.float64)
-    lse = torch.empty(q.shape[:2], dtype=torch.float64)
+    out = torch.empty(*q.shape[:2], v.shape[2], dtype=torch.float64, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float64, device=q.device)
     for head in range(q.shape[1]):
         keys, values = k[:, head].double(), v[:, head].double()
         for first in range(0, len(q), 256):
@@ -247,15 +247,17 @@ def checked_heads(heads: int, flops: int, *, most_flops: float = 4e10) -> list[i
     return sorted({round(i * (heads - 1) / max(1, count - 1)) for i in range(count)})
 
 
-def prefill_inputs(shape: PrefillShape, dtype: torch.dtype, query_scale: float = 1.0) -> PrefillInputs:
-    """Random inputs, the same in every run."""
-    generator = torch.Generator().manual_seed(0)
+def prefill_inputs(
+    shape: PrefillShape, dtype: torch.dtype, query_scale: float = 1.0, device: torch.device | str = "cpu"
+) -> PrefillInputs:
+    """Random inputs, the same in every run on a device."""
+    generator = torch.Generator(device=device).manual_seed(0)
 
     def normal(rows: int, width: int) -> torch.Tensor:
-        return torch.randn(rows, shape.heads, width, generator=generator)
+        return torch.randn(rows, shape.heads, width, generator=generator, device=device)
 
     def starts(lengths: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
 
     new, keys = sum(shape.query_lens), sum(shape.kv_lens)
     return PrefillInputs(

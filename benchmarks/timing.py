@@ -40,10 +40,11 @@ class Budget:
 
 @attrs.frozen(kw_only=True)
 class Times:
-    """Milliseconds of a call."""
+    """Milliseconds of a call, and the median in a graph where one was captured."""
 
     ms_median: float
     ms_min: float
+    ms_graph: float | None = None
 
 
 def _seconds(function: Callable[[], object]) -> float:

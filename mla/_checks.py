@@ -6,10 +6,8 @@ Record fields declare their tensors with `tensor`, in the same words as their do
 
 from __future__ import annotations
 
-import ast
 import functools
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -41,28 +39,48 @@ __all__ = [
 T = TypeVar("T")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-_NEW_NAME = re.compile(r"(?P<name>[a-z_0-9]*[a-z_][a-z_0-9]*)(?:\s*\+\s*(?P<plus>\d+))?\Z")
+Size = int | str | tuple[str, "Size", "Size"]
+"""Of a dimension: a number, a name, or the sum or product of two sizes with its sign first."""
 
 
-@functools.lru_cache(maxsize=256)
-def _parsed(shape: str) -> tuple[tuple[str, ast.expr], ...]:
-    """The entries of a shape, as text and as expressions."""
-    texts = [text.strip() for text in shape.removeprefix("(").removesuffix(")").split(",") if text.strip()]
-    return tuple((text, ast.parse(text, mode="eval").body) for text in texts)
+def _parse_size(text: str) -> Size:
+    """The size that a text says: names, numbers, sums of products, or a product of sums in brackets."""
+    text = text.strip()
+    if text[:1] == "(" and text[-1:] == ")":
+        return _parse_size(text[1:-1])
+    for sign in ("*",) if "(" in text else ("+", "*"):
+        left, found, right = text.partition(sign)
+        if found:
+            return sign, _parse_size(left), _parse_size(right)
+    return int(text) if text.isdigit() else text
 
 
-def _evaluate(node: ast.expr, bound: Mapping[str, int]) -> int | None:
-    """Value of an expression of names, numbers, ``+`` and ``*``; None while a name is unknown."""
-    match node:
-        case ast.Constant(value=int(number)):
-            return number
-        case ast.Name(id=name):
-            return bound.get(name)
-        case ast.BinOp(left=left, op=op, right=right):
-            a, b = _evaluate(left, bound), _evaluate(right, bound)
-            if a is not None and b is not None:
-                return a * b if isinstance(op, ast.Mult) else a + b
-    return None
+def _parse(shape: str) -> tuple[Size, ...]:
+    """The sizes of a shape. Plain enough for torch to trace, as all that follows."""
+    return tuple([_parse_size(text) for text in shape[1:-1].split(",") if text.strip()])
+
+
+_parsed = functools.lru_cache(maxsize=256)(_parse)
+
+
+def _evaluate(size: Size, bound: Mapping[str, int]) -> int | None:
+    """Value of a size; None while a name is unknown."""
+    if isinstance(size, int):
+        return size
+    if isinstance(size, str):
+        return bound.get(size)
+    sign, left, right = size
+    a, b = _evaluate(left, bound), _evaluate(right, bound)
+    if a is None or b is None:
+        return None
+    return a * b if sign == "*" else a + b
+
+
+def _names(size: Size) -> list[str]:
+    """The names in a size."""
+    if isinstance(size, tuple):
+        return _names(size[1]) + _names(size[2])
+    return [size] if isinstance(size, str) else []
 
 
 @attrs.frozen
@@ -92,18 +110,19 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 
 def _check_dims(field: str, got: torch.Size, shape: str, bound: dict[str, int], error: type[MLAError]) -> None:
-    dims = _parsed(shape)
+    dims = _parse(shape) if torch.compiler.is_compiling() else _parsed(shape)
     if len(got) != len(dims):
         raise error(f"{field}: expected shape {shape}, got {tuple(got)}")
-    for size, (text, expression) in zip(got, dims, strict=True):
-        want = _evaluate(expression, bound)
-        if want is None and (new := _NEW_NAME.match(text)):
-            plus = int(new["plus"] or 0)
-            if size >= plus:
-                bound[new["name"]] = size - plus
+    for i, size in enumerate(dims):
+        want = _evaluate(size, bound)
+        if want is None:  # a new name, or a new name and a number
+            name, plus = (size[1], size[2]) if isinstance(size, tuple) and size[0] == "+" else (size, 0)
+            if isinstance(name, str) and isinstance(plus, int) and got[i] >= plus:
+                bound[name] = got[i] - plus
                 continue
-        if size != want:
-            names = ", ".join(f"{name}={bound[name]}" for name in re.findall(r"[a-z_]\w*", shape) if name in bound)
+        if got[i] != want:
+            known = [name for size in dims for name in _names(size) if name in bound]
+            names = ", ".join([f"{name}={bound[name]}" for name in known])
             raise error(f"{field}: expected shape {shape}{' with ' + names if names else ''}, got {tuple(got)}")
 
 
@@ -147,8 +166,6 @@ def check_tensor(
         Of class `error`, naming the field.
     """
     bound = {} if bound is None else bound
-    if torch.compiler.is_compiling():  # traced code has been checked when it ran eagerly
-        return bound
     if not isinstance(value, torch.Tensor):
         raise error(f"{field}: expected a torch.Tensor of shape {shape}, got {describe(value)}")
     allowed = (dtype,) if isinstance(dtype, torch.dtype) else dtype
@@ -296,7 +313,7 @@ def check_positive_float(field: str, value: object, error: type[MLAError]) -> fl
     MLAError
         Of class `error`.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise error(f"{field}: expected a finite number > 0, got {value!r}")
     return float(value)
 

@@ -114,10 +114,8 @@ def attend(
     ):
         device = metadata.positions.device
         check_tensor(name, value, shape, q.dtype, bound=dict(sizes), device=device, error=KernelError)
-    kernels.check_gradients(q=q, kv_c_normed=kv_c_normed, k_pe=k_pe, kv_b_proj=kv_b_proj)
-    reads_cache = metadata.decode is not None or bool(metadata.prefill and metadata.prefill.context_chunks)
-    if reads_cache and torch.is_grad_enabled() and any(x.requires_grad for x in (q, kv_c_normed, k_pe, kv_b_proj)):
-        raise KernelError("q: expected no gradients through cached rows (use torch.no_grad()), got requires_grad=True")
+    reads_cache = metadata.decode is not None or (metadata.prefill is not None and len(metadata.prefill.context_chunks) > 0)
+    kernels.check_gradients(reads_cache=reads_cache, q=q, kv_c_normed=kv_c_normed, k_pe=k_pe, kv_b_proj=kv_b_proj)
     split = metadata.num_prefill_tokens
     for part, rows in ((metadata.prefill, q[:split]), (metadata.decode, q[split:])):
         if part is not None:

@@ -1090,7 +1090,10 @@ def test_case_96_sixteen_heads_and_seventeen_keys(dtype: torch.dtype) -> None:
 
 
 def test_case_97_a_device_gets_its_own_set_or_none() -> None:
-    names = ["CPU_MLA", "CPU_MLA_IPEX", "TORCH", "REFERENCE", "ROCM_AITER_MLA", "TRITON_MLA"]
+    names = [
+        "CPU_MLA", "CPU_MLA_IPEX", "TORCH", "REFERENCE", "ROCM_AITER_MLA",
+        "TRITON_MLA", "TRITON_MLA_BALANCED", "TRITON_MLA_PORTABLE",
+    ]  # fmt: skip
     assert list(mla.compute.select.KERNEL_SETS) == names
     assert kernels_for("cpu") is kernel_set("CPU_MLA")
     assert kernel_set("CPU_MLA").device_types == ("cpu",)

@@ -90,6 +90,7 @@ PUBLIC_NAMES = {
         "RopeTable",
         "absorb_query",
         "apply_rope",
+        "as_operators",
         "decode",
         "expand_latent",
         "explain",

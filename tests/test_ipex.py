@@ -830,10 +830,20 @@ def test_another_cache_or_dtype_is_refused_before_anything_is_written(kernels):
         assert torch.equal(batch.latent_cache.isnan(), before.isnan())
 
 
-def test_gradients_are_refused(kernels):
+def test_prompts_have_gradients(kernels):
+    found = []
+    for chosen, dtype in ((kernel_set("REFERENCE"), torch.float64), (kernels, BF16)):
+        batch = make_batch([Row(query_len=7), Row(query_len=1)], block_size=4, dtype=dtype, seed=1)
+        inputs = [x.requires_grad_() for x in (batch.q, batch.kv_c, batch.k_pe, batch.kv_b_proj)]
+        found.append(torch.autograd.grad(attended(batch, chosen)[0].sum(), inputs))
+    for actual, expected in zip(found[1], found[0], strict=True):
+        assert_close(actual, expected, rel=2e-2)
+
+
+def test_gradients_through_cached_rows_are_refused(kernels):
     batch = make_batch(STEP, block_size=4, dtype=BF16, seed=1)
     batch.q.requires_grad_()
-    with pytest.raises(KernelError, match="q: expected no gradients with CPU_MLA_IPEX"):
+    with pytest.raises(KernelError, match="q: expected no gradients through cached rows"):
         attended(batch, kernels)
 
 

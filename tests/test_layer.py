@@ -372,16 +372,21 @@ def test_the_cache_stores_detached_values(monkeypatch):
     cache = model.new_cache()
     metadata = build_metadata([prompt_group(NUM_TOKENS, blocks_for(NUM_TOKENS))], block_size=cache.shape[1])
     arguments = (model.hidden, model.weights, cache, metadata, model.table)
-    out, _ = mla_attention(*arguments, kernel_set("REFERENCE"))
-    out.sum().backward()
-    assert bool(model.weights.kv_a_proj_with_mqa.grad.isfinite().all())
-    assert not cache.requires_grad
+    gradients = []
+    for name in ("REFERENCE", "CPU_MLA"):
+        cache.fill_(torch.nan)
+        out, _ = mla_attention(*arguments, kernel_set(name))
+        gradients += torch.autograd.grad(out.square().sum(), model.weights.kv_a_proj_with_mqa)
+        assert not cache.requires_grad
+        assert not cache.isnan().all()
+    assert_close(gradients[1], gradients[0], rel=1e-12)
     cache.fill_(torch.nan)
+    blind = attrs.evolve(kernel_set("CPU_MLA"), differentiable=False)
     with pytest.raises(KernelError, match=r"kv_c_normed: expected no gradients with CPU_MLA .*, got requires_grad=True"):
-        mla_attention(*arguments, kernel_set("CPU_MLA"))
+        mla_attention(*arguments, blind)
     assert bool(cache.isnan().all())
     with torch.no_grad():
-        mla_attention(*arguments, kernel_set("CPU_MLA"))
+        mla_attention(*arguments, blind)
 
 
 @attrs.frozen(kw_only=True, eq=False)

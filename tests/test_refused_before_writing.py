@@ -66,7 +66,7 @@ def test_a_table_that_leaves_the_cache(block):
 def test_gradients_through_cached_rows(rows):
     batch = make_batch(rows, block_size=4, dtype=torch.float64, seed=1)
     batch.kv_c.requires_grad_()
-    refused("q: expected no gradients through cached rows", batch, kernel_set("REFERENCE"))
+    refused("kv_c_normed: expected no gradients through cached rows", batch, kernel_set("REFERENCE"))
     with torch.no_grad():
         run(batch, kernel_set("REFERENCE"))
 

@@ -175,6 +175,31 @@ def test_the_pipeline_equals_the_reference(standin, release, block_size):
     }
 
 
+def test_the_pipeline_compiles_and_has_gradients(standin):
+    kernels = kernels_of(standin, "0.1.20")
+    options = {
+        "block_size": 16,
+        "dtype": BF16,
+        "seed": 1,
+        "dims": deepseek_dims(4),
+        "page_sizes": (1,),
+        "context_chunk_tokens": 16,
+    }
+    expected, actual = (make_batch([*PROMPTS, *DECODES], **options) for _ in range(2))
+    torch._dynamo.reset()
+    compiled = torch.compile(attended, fullgraph=True, backend="aot_eager")
+    for x, y in zip(compiled(actual, kernels), attended(expected, kernels), strict=True):
+        assert torch.equal(x, y)
+    torch._dynamo.reset()
+    found = []
+    for chosen, dtype in ((mla.kernel_set("REFERENCE"), torch.float64), (kernels, BF16)):
+        batch = make_batch([Row(query_len=7), Row(query_len=1)], **(options | {"dtype": dtype}))
+        inputs = [x.requires_grad_() for x in (batch.q, batch.kv_c, batch.k_pe, batch.kv_b_proj)]
+        found.append(torch.autograd.grad(attended(batch, chosen)[0].sum(), inputs))
+    for x, y in zip(found[1], found[0], strict=True):
+        assert_close(x, y, rel=2e-2)
+
+
 @pytest.mark.parametrize("release", ["0.1.3", "0.1.10", "0.1.20"])
 @pytest.mark.parametrize("num_heads", [1, 4, 8, 12, 16, 32, 64, 128])
 def test_every_head_count(standin, release, num_heads):

@@ -22,7 +22,7 @@ from compare import LSE_ABS, OUT_REL, assert_close
 from triton_here import needs_interpreter
 
 from mla import DecodeGraphState, build_metadata
-from mla.compute import reference, triton_decode, triton_plan
+from mla.compute import reference, triton_decode, triton_plan, triton_portable
 from mla.errors import CacheError, KernelError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -215,6 +215,16 @@ def test_strided_queries_and_other_cache_dtypes(where, dtype):
     assert all(map(torch.equal, case.run(latent_cache=case.latent_cache.float()), want))
 
 
+@pytest.mark.parametrize("apart", ["block_table", "query_start_loc", "seq_lens"])
+@pytest.mark.parametrize(("where", "dtype"), PLACES)
+def test_metadata_whose_numbers_are_apart(where, dtype, apart):
+    case = step_of(sequences(SHAPES, 5, 40, dtype), where=where, kv_lora_rank=32, block_size=16)
+    numbers = getattr(case.metadata, apart)
+    strided = torch.stack([numbers, torch.full_like(numbers, 2**30)], dim=-1)[..., 0]
+    assert strided.stride(-1) == 2
+    assert all(map(torch.equal, case.run(metadata=attrs.evolve(case.metadata, **{apart: strided})), case.run()))
+
+
 @pytest.mark.parametrize("num_heads", [1, 16, 20, 72])
 @pytest.mark.parametrize(("where", "dtype"), [F16_CPU, F16_GPU, BF16_GPU])
 def test_bits_do_not_depend_on_the_batch(where, dtype, num_heads, monkeypatch, fresh_launches):
@@ -262,7 +272,7 @@ def test_more_sequences_than_a_program_scans(where, monkeypatch):
     )  # fmt: skip
     want = case.run()
     assert_right(case)
-    monkeypatch.setattr(triton_decode, "MAX_SEQS", 50)
+    monkeypatch.setattr(triton_portable, "MAX_SEQS", 50)
     assert all(map(torch.equal, case.run(), want))
     if where == "cuda":
         made = sequences([(1 + i % 40, 1) for i in range(1150)], 2, 24, torch.float16)
@@ -312,18 +322,18 @@ def test_refusals():
             case.run(**changes)
     with pytest.raises(KernelError, match=r"^softmax_scale: expected a finite number > 0, got 0"):
         triton_decode.paged_decode(case.q, case.latent_cache, case.metadata, kv_lora_rank=16, softmax_scale=0)
-    with pytest.raises(KernelError, match=r"^plan: expected None \(these kernels need no plan\), got object"):
+    with pytest.raises(KernelError, match=r"^plan: expected what this kernel set.s plan\(\) returns, got object"):
         triton_decode.paged_decode(
             case.q, case.latent_cache, case.metadata, kv_lora_rank=16, softmax_scale=SCALE, plan=object()
         )
 
 
 def test_a_missing_triton_is_named(monkeypatch):
-    triton_decode._kernels.cache_clear()
+    triton_portable._kernels.cache_clear()
     monkeypatch.delitem(sys.modules, "mla.compute.triton_decode_kernels", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(KernelError, match=r"^triton: expected an installed Triton .* pip install triton"):
-        triton_decode._kernels()
+        triton_portable._kernels()
 
 
 def test_launches_depend_on_a_sequences_own_rows():

@@ -4,6 +4,7 @@ from mla.compute.absorb import absorb_query, expand_latent, project_output, spli
 from mla.compute.attention import decode, prefill, prefill_workspace_bytes
 from mla.compute.kernels import KernelSet, explain
 from mla.compute.merge import merge_attn_states
+from mla.compute.operators import as_operators
 from mla.compute.products import head_linear, linear
 from mla.compute.rope import RopeTable, apply_rope, rope_table
 from mla.compute.select import kernel_set, kernels_for
@@ -13,6 +14,7 @@ __all__ = [
     "RopeTable",
     "absorb_query",
     "apply_rope",
+    "as_operators",
     "decode",
     "expand_latent",
     "explain",

@@ -85,7 +85,8 @@ def absorb_query(q: torch.Tensor, kv_b_proj: torch.Tensor, dims: MLADims) -> tor
     _check_weight(kv_b_proj, q, dims)
     w_uk, _ = split_kv_b_proj(kv_b_proj, dims)
     q_nope, q_pe = q.split([dims.qk_nope_head_dim, dims.qk_rope_head_dim], dim=-1)
-    if q.device.type != "cpu" or (torch.is_grad_enabled() and (q.requires_grad or kv_b_proj.requires_grad)):
+    traced = torch.compiler.is_compiling() or (torch.is_grad_enabled() and (q.requires_grad or kv_b_proj.requires_grad))
+    if q.device.type != "cpu" or traced:
         return torch.cat([head_linear(q_nope, w_uk), q_pe], dim=-1)
     out = q.new_empty(q.shape[0], dims.num_heads, dims.latent_dim)
     latent, rope = out.split([dims.kv_lora_rank, dims.qk_rope_head_dim], dim=-1)

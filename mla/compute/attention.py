@@ -59,12 +59,13 @@ def check_attention_inputs(
     )
     if kernels.device_types and q.device.type not in kernels.device_types:
         raise KernelError(f"q: expected device {' or '.join(kernels.device_types)} for {kernels.name}, got {q.device}")
-    kernels.check_gradients(q=q)
+    reads_cache = isinstance(metadata, DecodeMetadata) or len(metadata.context_chunks) > 0
+    kernels.check_gradients(reads_cache=reads_cache, q=q, latent_cache=latent_cache if reads_cache else None)
     reason = kernels.objection(dims)
     if reason is not None:
         raise KernelError(reason)
     if latent_cache is None:
-        if isinstance(metadata, DecodeMetadata) or metadata.context_chunks:
+        if reads_cache:
             raise KernelError("latent_cache: expected a cache to read from, got None")
         return
     check_latent_cache("latent_cache", latent_cache)
@@ -187,6 +188,8 @@ def prefill(
     bound = {"num_tokens": metadata.num_tokens, "kv_lora_rank": dims.kv_lora_rank, "qk_rope_head_dim": dims.qk_rope_head_dim}
     check_tensor("kv_c", kv_c, "(num_tokens, kv_lora_rank)", q.dtype, device=q.device, bound=bound, error=KernelError)
     check_tensor("k_pe", k_pe, "(num_tokens, qk_rope_head_dim)", q.dtype, device=q.device, bound=bound, error=KernelError)
+    reads_cache = len(metadata.context_chunks) > 0
+    kernels.check_gradients(reads_cache=reads_cache, kv_c=kv_c, k_pe=k_pe, kv_b_proj=kv_b_proj)
     rows = check_workspace(workspace, metadata, q, dims)
 
     if latent_cache is not None and latent_cache.dtype != q.dtype:
@@ -311,6 +314,7 @@ def decode(
     """
     check_instance("metadata", metadata, DecodeMetadata, KernelError)
     check_attention_inputs(q, latent_cache, metadata, dims, kernels)
+    kernels.check_gradients(reads_cache=True, kv_b_proj=kv_b_proj)
     out, lse = kernels.paged_decode(
         absorb_query(q, kv_b_proj, dims),
         latent_cache,

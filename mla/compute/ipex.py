@@ -16,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-from mla.compute import ipex_decode, ipex_load, ipex_prefill
+from mla.compute import ipex_decode, ipex_load, ipex_prefill, operators
 from mla.compute.ipex_decode import IpexDecodePlan, plan_decode
 from mla.compute.ipex_load import Installed, load_ipex
 from mla.compute.kernels import KernelSet, Plan
@@ -66,7 +66,7 @@ def kernel_set_of(installed: Installed) -> KernelSet:
         From `mla.compute.ipex_load.inspect_ipex`.
     """
     slow = "" if ipex_load.has_avx512_bf16() else "; this CPU has no AVX512_BF16, so IPEX decodes in slow scalar code"
-    return KernelSet(
+    kernels = KernelSet(
         name="CPU_MLA_IPEX",
         device_types=("cpu",),
         dtypes=(torch.bfloat16,),
@@ -80,6 +80,7 @@ def kernel_set_of(installed: Installed) -> KernelSet:
             f"a sequence's bits do not depend on its batch, but in prefill on the number of threads beyond 16{slow}"
         ),
     )
+    return operators.as_operators(kernels)
 
 
 def paged_decode(

@@ -198,7 +198,7 @@ def load_ipex() -> ModuleType:
         raise KernelError(f"{DISTRIBUTION}: expected {environment.ipex} to import, got {got}") from error
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True)
 class Installed:
     """An IPEX whose signatures have been read.
 

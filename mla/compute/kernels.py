@@ -23,6 +23,7 @@ __all__ = [
     "WriteLatentCache",
     "explain",
     "refuse_features",
+    "refuse_gradients",
 ]
 
 
@@ -152,8 +153,16 @@ def _no_objection(dims: MLADims) -> str | None:
     return None
 
 
+def _no_route(dims: MLADims, dtype: torch.dtype) -> str:
+    return ""
+
+
 def _no_bytes(dims: MLADims, num_tokens: int, num_kv_tokens: int, dtype: torch.dtype) -> int:
     return 0
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -185,9 +194,15 @@ class KernelSet:
     varlen_bytes : callable
         ``varlen_bytes(dims, num_tokens, num_kv_tokens, dtype)``: what `varlen_attention` takes beyond its results at most.
     differentiable : bool
-        Whether autograd can go through the kernels.
+        Whether gradients go through `varlen_attention`. `mla.compute.as_operators` gives every set that.
+    plans_in_capture : bool
+        Whether a plan made while a CUDA graph is captured is made anew at every replay, so that records over a state's buffers
+        have one there.
     remark : str
         What `explain` adds about how it runs.
+    route : callable
+        ``route(dims, dtype)``: which of its kernels such a model takes on the current device, and why, as the end of a
+        sentence; empty where there is no choice.
     """
 
     name: str
@@ -204,30 +219,41 @@ class KernelSet:
     objection: Callable[[MLADims], str | None] = _no_objection
     varlen_bytes: Callable[[MLADims, int, int, torch.dtype], int] = _no_bytes
     differentiable: bool = False
+    plans_in_capture: bool = False
     remark: str = ""
+    route: Callable[[MLADims, torch.dtype], str] = _no_route
 
     def plan(self, metadata: DecodeMetadata) -> Plan | None:
         """What `paged_decode` derives once per step and every layer uses; None where there is no such thing.
 
-        A record over a state's buffers has no plan, for its numbers change: the kernel derives it at every call.
+        A record over a state's buffers has no plan outside of a graph, for its numbers change: the kernel derives it at every
+        call. Nor is one made in compiled code, where the kernel is an operator that takes tensors and numbers only.
         """
-        return None if metadata.over_buffers else self.make_plan(metadata)
+        if torch.compiler.is_compiling():
+            return None
+        if metadata.over_buffers and not (self.plans_in_capture and _is_capturing(metadata.seq_lens.device)):
+            return None
+        return self.make_plan(metadata)
 
-    def check_gradients(self, **tensors: torch.Tensor) -> None:
-        """Refuse inputs whose gradients this set would silently lose.
+    def check_gradients(self, *, reads_cache: bool, **tensors: torch.Tensor | None) -> None:
+        """Refuse inputs whose gradients would silently be lost.
+
+        Parameters
+        ----------
+        reads_cache : bool
+            Whether rows of the cache are attended, decoding or as a context: they are stored detached.
+        **tensors : torch.Tensor or None
+            Inputs by name.
 
         Raises
         ------
         KernelError
-            Naming the tensor, where gradients are recorded and the set does not compute them.
+            Naming the tensor, where gradients are recorded and not all of them would be computed.
         """
-        if self.differentiable or not torch.is_grad_enabled():
-            return
-        for name, tensor in tensors.items():
-            if tensor.requires_grad:
-                raise KernelError(
-                    f"{name}: expected no gradients with {self.name} (use torch.no_grad()), got requires_grad=True"
-                )
+        if reads_cache:
+            refuse_gradients("through cached rows", **tensors)
+        elif not self.differentiable:
+            refuse_gradients(f"with {self.name}", **tensors)
 
     def check_plan(self, plan: Plan | None, metadata: DecodeMetadata | None) -> None:
         """Refuse a plan that was not made of this very record; None is no plan.
@@ -243,6 +269,20 @@ class KernelSet:
             raise KernelError(f"plan: expected what {self.name}.plan(metadata.decode) returns, got {describe(plan)}")
         if plan.metadata is not metadata:
             raise KernelError(f"plan: expected {self.name}.plan(metadata.decode) of this step, got the plan of another record")
+
+
+def refuse_gradients(where: str = "through the latent cache", /, **tensors: torch.Tensor | None) -> None:
+    """Refuse inputs that require gradients while gradients are recorded; `where` they would be lost is part of the message.
+
+    Raises
+    ------
+    KernelError
+        Naming the tensor.
+    """
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                raise KernelError(f"{name}: expected no gradients {where} (use torch.no_grad()), got requires_grad=True")
 
 
 def explain(kernels: KernelSet, *, dims: MLADims | None = None, dtype: torch.dtype | None = None) -> str:
@@ -271,7 +311,9 @@ def explain(kernels: KernelSet, *, dims: MLADims | None = None, dtype: torch.dty
         return f"{kernels.name} does not run: {reason}"
     heads = "" if dims is None else f" with {dims.num_heads} heads of latent width {dims.latent_dim}"
     kind = "" if dtype is None else f" in {dtype_name(dtype)}"
-    return f"{kernels.name} runs{heads}{kind}{': ' + kernels.remark if kernels.remark else ''}"
+    route = "" if dims is None or dtype is None else kernels.route(dims, dtype)
+    remarks = "; ".join(remark for remark in (kernels.remark, route) if remark)
+    return f"{kernels.name} runs{heads}{kind}{': ' + remarks if remarks else ''}"
 
 
 def refuse_features(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -68,6 +69,16 @@ def merge_attn_states(
     if prefix_lse.dtype != suffix_lse.dtype:
         raise KernelError(f"suffix_lse: expected {prefix_lse.dtype}, got {suffix_lse.dtype}")
 
+    inputs = prefix_out, prefix_lse, suffix_out, suffix_lse
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        result: tuple[torch.Tensor, torch.Tensor] = torch.ops.mla.merge_attn_states.default(*inputs)
+        return result
+    return _merge(*inputs)
+
+
+def _merge(
+    prefix_out: torch.Tensor, prefix_lse: torch.Tensor, suffix_out: torch.Tensor, suffix_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(torch.promote_types(prefix_out.dtype, suffix_out.dtype), prefix_lse.dtype)
     out = prefix_out.new_empty(prefix_out.shape, dtype=torch.promote_types(prefix_out.dtype, suffix_out.dtype))
     lse = prefix_lse.clone()
@@ -92,6 +103,13 @@ def merge_into_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, pa
     part_out, part_lse : torch.Tensor
         The other side, likewise; its output may have a narrower dtype.
     """
+    if torch.compiler.is_compiling():
+        torch.ops.mla.merge_into_.default(out, lse, part_out, part_lse)
+    else:
+        _merge_rows_(out, lse, part_out, part_lse)
+
+
+def _merge_rows_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
     for rows in _row_blocks(out):
         _merge_into_(out[rows], lse[rows], part_out[rows], part_lse[rows])
 
@@ -114,3 +132,55 @@ def _merge_into_(x: torch.Tensor, lse_x: torch.Tensor, y: torch.Tensor, lse_y: t
     lse_x.copy_(total.log().add_(shift))
     total.masked_fill_(total == 0, 1)
     x.mul_(weight_a.div_(total)[..., None]).addcmul_(y, weight_b.div_(total)[..., None])
+
+
+_SIDES = "(Tensor prefix_out, Tensor prefix_lse, Tensor suffix_out, Tensor suffix_lse) -> (Tensor, Tensor)"
+_operator = torch.library.custom_op("mla::merge_attn_states", _merge, mutates_args=(), schema=_SIDES)
+_operator_ = torch.library.custom_op(
+    "mla::merge_into_",
+    _merge_rows_,
+    mutates_args=("out", "lse"),
+    schema="(Tensor(a!) out, Tensor(b!) lse, Tensor part_out, Tensor part_lse) -> ()",
+)
+
+
+@_operator.register_fake
+def _fake(
+    prefix_out: torch.Tensor, prefix_lse: torch.Tensor, suffix_out: torch.Tensor, suffix_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.promote_types(prefix_out.dtype, suffix_out.dtype)
+    return prefix_out.new_empty(prefix_out.shape, dtype=dtype), prefix_lse.new_empty(prefix_lse.shape)
+
+
+@_operator_.register_fake
+def _fake_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+    return
+
+
+def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The derivative of a weighted mean, ``w * g`` and ``w * (<g, side - mean> + g_lse)`` with ``w = exp(lse_side - lse)``."""
+    prefix_out, prefix_lse, suffix_out, suffix_lse, lse = ctx.saved_tensors
+    wide = torch.promote_types(torch.promote_types(prefix_out.dtype, suffix_out.dtype), lse.dtype)
+    none = _is_empty(lse)
+    shift, g_lse = (x.to(wide).masked_fill(none, 0) for x in (lse, grad_lse))
+    g = grad_out.to(wide).masked_fill(none[..., None], 0)
+    empties = [_is_empty(x) for x in (prefix_lse, suffix_lse)]
+    sides = [x.to(wide).masked_fill(empty[..., None], 0) for x, empty in zip((prefix_out, suffix_out), empties, strict=True)]
+    weights = [
+        (x.to(wide) - shift).exp().masked_fill(empty, 0) for x, empty in zip((prefix_lse, suffix_lse), empties, strict=True)
+    ]
+    products = [(g * side).sum(-1) for side in sides]
+    mean = weights[0] * products[0] + weights[1] * products[1]
+    return (
+        (weights[0][..., None] * g).to(prefix_out.dtype),
+        (weights[0] * (products[0] - mean + g_lse)).to(prefix_lse.dtype),
+        (weights[1][..., None] * g).to(suffix_out.dtype),
+        (weights[1] * (products[1] - mean + g_lse)).to(suffix_lse.dtype),
+    )
+
+
+_operator.register_autograd(_backward, setup_context=_save)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     check_tensor("weight", weight, "(out_features, in_features)", x.dtype, bound=bound, device=x.device, error=KernelError)
     if bias is not None:
         check_tensor("bias", bias, "(out_features,)", x.dtype, bound=bound, device=x.device, error=KernelError)
-    out = _cpu_product(x[:, None], weight.T[None])[:, 0] if x.device.type == "cpu" else x @ weight.T
+    out = _cpu_head_linear(x[:, None], weight.T[None])[:, 0] if x.device.type == "cpu" else x @ weight.T
     return out if bias is None else out + bias
 
 
@@ -110,7 +111,7 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         "weight", weight, "(num_heads, in_features, out_features)", x.dtype, bound=bound, device=x.device, error=KernelError
     )
     if x.device.type == "cpu":
-        return _cpu_product(x, weight)
+        return _cpu_head_linear(x, weight)
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
@@ -127,13 +128,47 @@ def write_head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) 
     _cpu_product(x, weight, out)
 
 
+def _cpu_head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The product as it is, or in compiled code as one operator: tracing would unroll its parts for every number of rows."""
+    if not torch.compiler.is_compiling():
+        return _cpu_product(x, weight)
+    out: torch.Tensor = torch.ops.mla.cpu_head_linear.default(x, weight)
+    return out
+
+
+def _run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _cpu_product(x, weight).contiguous()
+
+
+_operator = torch.library.custom_op("mla::cpu_head_linear", _run, mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
+
+
+@_operator.register_fake
+def _fake(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], x.shape[1], weight.shape[2])
+
+
+def _save(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x, weight = ctx.saved_tensors
+    wide = torch.promote_types(x.dtype, torch.float32)
+    g, w, rows = grad.transpose(0, 1).to(wide), weight.to(wide), x.transpose(0, 1).to(wide)
+    return (g @ w.mT).transpose(0, 1).to(x.dtype), (rows.mT @ g).to(x.dtype)
+
+
+_operator.register_autograd(_backward, setup_context=_save)
+
+
 def _cpu_product(x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
     """``x[t, h] @ weight[h]`` for x (rows, heads, K) and weight (heads, K, columns), cut as the module says."""
     if x.dtype not in K_STEP:
         wide = _cpu_product(x.float(), weight.float())
         return wide.to(x.dtype) if into is None else into.copy_(wide)
     num_heads, depth, columns = weight.shape
-    tiled = x.dtype != torch.bfloat16 and not torch.compiler.is_compiling() and _without_avx512()
+    tiled = x.dtype != torch.bfloat16 and _without_avx512()
     halves = 2 if tiled and num_heads == 1 else 1
     more_k = max(-depth % K_MULTIPLE, K_MULTIPLE - depth)
     more_columns = max(-columns % halves, halves * COLUMN_MULTIPLE - columns)
@@ -161,7 +196,7 @@ def _cpu_product(x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | Non
 
 
 def _without_avx512() -> bool:
-    return torch.backends.cpu.get_cpu_capability() != "AVX512"  # cannot be traced, so compiled code does not ask
+    return torch.backends.cpu.get_cpu_capability() != "AVX512"
 
 
 def _blocks(shape: tuple[int, ...], *, tiled: bool) -> Iterator[tuple[slice, slice, slice]]:

@@ -17,6 +17,7 @@ import torch
 
 from mla.compute import rocm_decode, rocm_load, rocm_prefill
 from mla.compute.kernels import KernelSet, Plan
+from mla.compute.operators import as_operators
 from mla.compute.rocm_decode import AiterDecodePlan, plan_decode
 from mla.compute.rocm_load import Installed, is_aiter_mla_enabled, load_aiter
 from mla.compute.rocm_table import (
@@ -91,7 +92,7 @@ def make_kernel_set(
     """
     installed = rocm_load.inspect_aiter(aiter, arch=arch)
     heads = ", ".join(str(kernel.num_heads) for kernel in head_kernels(installed.release, installed.arch))
-    return KernelSet(
+    kernels = KernelSet(
         name="ROCM_AITER_MLA",
         device_types=("cuda",),
         dtypes=(torch.bfloat16,),
@@ -108,6 +109,7 @@ def make_kernel_set(
             f"{LSE_WORDS[installed.lse]}"
         ),
     )
+    return as_operators(kernels)
 
 
 def paged_decode(

@@ -107,7 +107,7 @@ def _another(origin: str | None) -> str:
     return f"{found} at {origin}; pip uninstall aiter, then {INSTALL}"
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True)
 class Installed:
     """An AITER whose signatures have been read.
 

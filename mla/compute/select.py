@@ -11,6 +11,7 @@ from mla._checks import as_device, describe
 from mla.cache.spec import CACHE_DTYPES
 from mla.compute import cpu, cuda, ipex, reference, rocm
 from mla.compute.kernels import KernelSet, Plan, explain, refuse_features
+from mla.compute.operators import as_operators
 from mla.errors import KernelError
 from mla.metadata.dims import MLADims
 from mla.metadata.records import DecodeMetadata
@@ -22,33 +23,37 @@ def _plan_cpu(metadata: DecodeMetadata) -> Plan:
     return cpu.plan_decode(metadata, metadata.block_size)
 
 
-CPU_MLA = KernelSet(
-    name="CPU_MLA",
-    device_types=("cpu",),
-    dtypes=CACHE_DTYPES,
-    paged_decode=cpu.paged_decode,
-    varlen_attention=cpu.varlen_attention,
-    make_plan=_plan_cpu,
-    plan_type=cpu.DecodePlan,
-    varlen_bytes=cpu.varlen_bytes,
-    remark=(
-        "plain torch on the CPU, any head count, block size and width; bfloat16 by the fused attention operator where the "
-        "processor has AMX and by separate products elsewhere; float16 is computed in float32"
-    ),
+CPU_MLA = as_operators(
+    KernelSet(
+        name="CPU_MLA",
+        device_types=("cpu",),
+        dtypes=CACHE_DTYPES,
+        paged_decode=cpu.paged_decode,
+        varlen_attention=cpu.varlen_attention,
+        make_plan=_plan_cpu,
+        plan_type=cpu.DecodePlan,
+        varlen_bytes=cpu.varlen_bytes,
+        remark=(
+            "plain torch on the CPU, any head count, block size and width; bfloat16 by the fused attention operator where the "
+            "processor has AMX and by separate products elsewhere; float16 is computed in float32"
+        ),
+    )
 )
 """Plain torch, tuned for the CPU."""
 
 TORCH = attrs.evolve(CPU_MLA, name="TORCH", device_types=(), remark="plain torch on any device, reading lengths on the host")
 """The same code wherever torch runs."""
 
-REFERENCE = KernelSet(
-    name="REFERENCE",
-    device_types=(),
-    dtypes=(torch.float64,),
-    paged_decode=reference.paged_decode,
-    varlen_attention=reference.varlen_attention,
-    differentiable=True,
-    remark="the float64 specification, one loop per sequence, slow",
+REFERENCE = as_operators(
+    KernelSet(
+        name="REFERENCE",
+        device_types=(),
+        dtypes=(torch.float64,),
+        paged_decode=reference.paged_decode,
+        varlen_attention=reference.varlen_attention,
+        differentiable=True,
+        remark="the float64 specification, one loop per sequence, slow",
+    )
 )
 """`mla.compute.reference` as a set, to run a model on the specification."""
 
@@ -59,6 +64,8 @@ KERNEL_SETS: dict[str, Callable[[], KernelSet]] = {
     "REFERENCE": lambda: REFERENCE,
     "ROCM_AITER_MLA": rocm.make_kernel_set,
     "TRITON_MLA": cuda.make_kernel_set,
+    "TRITON_MLA_BALANCED": cuda.make_balanced_kernel_set,
+    "TRITON_MLA_PORTABLE": cuda.make_portable_kernel_set,
 }
 """Every kernel set by its name; a set over a vendor's package imports that package when it is asked for."""
 

@@ -1,62 +1,87 @@
-"""Decode in Triton for any GPU that Triton compiles for: every shape, one kernel for the pieces and one that joins them.
+"""Decode on NVIDIA GPUs: which kernels a call takes, and what it must not be given.
 
-The specification on the GPU. Nothing is read on the host, so a call can be captured in a CUDA graph; its grid depends on
-shapes and on the record's host integers only. A sequence has the same bits alone and in any batch, eager and replayed, with any
-padding, placement of blocks and block size: `mla.compute.triton_plan` says why.
+`decode_route` is the whole choice, made from what a batch cannot change: `mla.compute.triton_hopper` on Hopper for latent rows
+of 512 + 64 numbers in a 16-bit dtype, `mla.compute.triton_portable` for all else. Nothing is read on the host, so a call can be
+captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-from types import ModuleType
+import math
 
 import attrs
 import torch
 
-from mla._checks import check_instance, check_int, check_positive_float, check_tensor
+from mla._checks import check_instance, check_int, check_positive_float, check_tensor, dtype_name
 from mla.cache.spec import check_latent_cache
+from mla.compute import triton_hopper, triton_portable
 from mla.compute.kernels import Plan
-from mla.compute.triton_plan import (
-    LONG_SEQ,
-    MAX_SEQS,
-    UNIT,
-    Launch,
-    Tiling,
-    launches_for,
-    max_pieces_of,
-    seqs_at_a_time,
-)
+from mla.compute.triton_hopper import KV_LORA_RANK, LATENT_DIM, HopperPlan
 from mla.errors import KernelError
 from mla.metadata.records import DecodeMetadata
 
-__all__ = ["DTYPES", "paged_decode"]
+__all__ = [
+    "DTYPES",
+    "DecodeRoute",
+    "decode_route",
+    "make_balanced_plan",
+    "make_plan",
+    "paged_decode",
+    "paged_decode_balanced",
+    "paged_decode_portable",
+]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LOG2_E = 1.4426950408889634
-FEW_SEQS = 64
-MERGE_TOGETHER, MERGE_WARPS = 8, 4
+
+
+@attrs.frozen(kw_only=True)
+class DecodeRoute:
+    """Which kernels a call takes, and why.
+
+    Parameters
+    ----------
+    name : str
+        ``"hopper"`` or ``"portable"``.
+    reason : str
+        The end of a sentence.
+    """
+
+    name: str
+    reason: str
 
 
 @functools.cache
-def _kernels() -> ModuleType:
-    """The module of the kernels, imported at the first launch and not before: it imports Triton."""
-    try:
-        return importlib.import_module("mla.compute.triton_decode_kernels")
-    except ImportError as error:
-        raise KernelError(f"triton: expected an installed Triton for these kernels, got {error}; pip install triton") from error
+def decode_route(
+    dtype: torch.dtype, cache_dtype: torch.dtype, kv_lora_rank: int, latent_dim: int, device: torch.device
+) -> DecodeRoute:
+    """The kernels for tensors of this kind; nothing else decides. Rows of a sequence decide between Hopper's two.
 
-
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 3  # Triton's interpreter: a few programs, so that each walks several work items
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _alignment(number: int) -> int:
-    """The largest power of two that divides it."""
-    return number & -number
+    Parameters
+    ----------
+    dtype, cache_dtype : torch.dtype
+        Of q and of the cache.
+    kv_lora_rank, latent_dim : int
+        Columns of a value and of a row.
+    device : torch.device
+        Where they lie.
+    """
+    portable = functools.partial(DecodeRoute, name="portable")
+    if device.type != "cuda" or torch.version.hip is not None:
+        return portable(reason=f"{device.type} is not an NVIDIA GPU")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return portable(reason=f"compute capability {major}.{minor} is not Hopper's 9.0")
+    if (kv_lora_rank, latent_dim) != (KV_LORA_RANK, LATENT_DIM):
+        return portable(
+            reason=f"the kernels for Hopper take {KV_LORA_RANK} of {LATENT_DIM} columns, not {kv_lora_rank} of {latent_dim}"
+        )
+    if dtype.itemsize != 2 or cache_dtype != dtype:
+        return portable(
+            reason="the kernels for Hopper take q and the cache in one 16-bit dtype, "
+            f"not {dtype_name(dtype)} and {dtype_name(cache_dtype)}"
+        )
+    return DecodeRoute(name="hopper", reason="compute capability 9.0, 16-bit rows of 512 + 64 columns")
 
 
 def _check_decode(
@@ -83,6 +108,120 @@ def _check_decode(
         raise KernelError(f"q: expected at least {metadata.num_tokens} tokens, got {q.shape[0]}")
 
 
+def _is_sound(q: torch.Tensor, latent_cache: torch.Tensor, metadata: DecodeMetadata) -> bool:
+    """Whether a call is of the usual kind, for which `_check_decode` has no objection; it finds the words for all others."""
+    if type(metadata) is not DecodeMetadata or not isinstance(q, torch.Tensor) or not isinstance(latent_cache, torch.Tensor):
+        return False
+    if q.dim() != 3 or latent_cache.dim() != 3 or q.dtype not in DTYPES or q.dtype != latent_cache.dtype:
+        return False
+    num_blocks, block_size, latent_dim = latent_cache.shape
+    return (
+        q.layout is latent_cache.layout is torch.strided
+        and q.device == latent_cache.device == metadata.seq_lens.device
+        and latent_cache.is_contiguous()
+        and latent_dim == q.shape[2]
+        and block_size == metadata.block_size
+        and num_blocks >= metadata.min_num_blocks
+        and q.shape[0] >= metadata.num_tokens
+    )
+
+
+def _paged_decode(
+    q: torch.Tensor,
+    latent_cache: torch.Tensor,
+    metadata: DecodeMetadata,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    plan: Plan | None,
+    *,
+    balanced: bool,
+    portable: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    is_usual = type(kv_lora_rank) is int and type(softmax_scale) is float and kv_lora_rank > 0 and 0 < softmax_scale < math.inf
+    if not (is_usual and _is_sound(q, latent_cache, metadata) and kv_lora_rank <= q.shape[2]):
+        _check_decode(q, latent_cache, metadata, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale)
+    if plan is not None:
+        _check_plan(plan, metadata, balanced=balanced)
+    if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return _launch(q, latent_cache, metadata, kv_lora_rank, softmax_scale, plan, balanced=balanced, portable=portable)
+    return _launch(q, latent_cache, metadata, kv_lora_rank, softmax_scale, plan, balanced=balanced, portable=portable)
+
+
+def _launch(
+    q: torch.Tensor,
+    latent_cache: torch.Tensor,
+    metadata: DecodeMetadata,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    plan: Plan | None,
+    *,
+    balanced: bool,
+    portable: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, num_heads, latent_dim = q.shape
+    out = q.new_empty((num_tokens, num_heads, kv_lora_rank))
+    lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
+    if num_tokens == 0 or num_heads == 0:
+        return out, lse
+    if metadata.num_seqs == 0 or metadata.max_seq_len == 0 or metadata.max_query_len == 0 or latent_cache.shape[0] == 0:
+        return out.zero_(), lse.fill_(-torch.inf)
+    if portable or decode_route(q.dtype, latent_cache.dtype, kv_lora_rank, latent_dim, q.device).name == "portable":
+        triton_portable.attend(q, latent_cache, metadata, out, lse, softmax_scale=softmax_scale)
+        return out, lse
+    if latent_cache.data_ptr() % 16 != 0:
+        raise KernelError("latent_cache: expected memory that begins at a multiple of 16 bytes, got a view that does not")
+    if not q.is_contiguous() or q.data_ptr() % 16 != 0:
+        q = q.clone(memory_format=torch.contiguous_format)
+    own = plan if isinstance(plan, HopperPlan) else HopperPlan(metadata=metadata, balanced=balanced)
+    triton_hopper.attend(q, latent_cache, out, lse, softmax_scale=softmax_scale, plan=own)
+    return out, lse
+
+
+def _check_plan(plan: Plan, metadata: DecodeMetadata, *, balanced: bool) -> None:
+    """Refuse a plan of another set, of another record, or out of a graph."""
+    if not isinstance(plan, HopperPlan) or plan.balanced != balanced:
+        raise KernelError(f"plan: expected what this kernel set's plan() returns, got {type(plan).__name__} of another set")
+    if plan.metadata is not metadata:
+        raise KernelError("plan: expected the plan of this record, got that of another one")
+    if plan.captured and not torch.cuda.is_current_stream_capturing():
+        raise KernelError("plan: expected a plan made outside of graph capture, got one that is part of a graph")
+
+
+def make_plan(metadata: DecodeMetadata) -> HopperPlan:
+    """The work plan of a step, for all its layers; the device makes it at the first layer's call.
+
+    Parameters
+    ----------
+    metadata : DecodeMetadata
+        Of the step. Made while a CUDA graph is captured, the plan is part of that graph and made anew at every replay.
+
+    Raises
+    ------
+    KernelError
+        Something else.
+    """
+    return _make_plan(metadata, balanced=False)
+
+
+def make_balanced_plan(metadata: DecodeMetadata) -> HopperPlan:
+    """The same for "TRITON_MLA_BALANCED".
+
+    Raises
+    ------
+    KernelError
+        Something else.
+    """
+    return _make_plan(metadata, balanced=True)
+
+
+def _make_plan(metadata: DecodeMetadata, *, balanced: bool) -> HopperPlan:
+    check_instance("metadata", metadata, DecodeMetadata, KernelError)
+    on_gpu = metadata.seq_lens.device.type == "cuda"
+    captured = on_gpu and torch.cuda.is_current_stream_capturing()
+    return HopperPlan(metadata=metadata, balanced=balanced, captured=captured)
+
+
 def paged_decode(
     q: torch.Tensor,
     latent_cache: torch.Tensor,
@@ -94,10 +233,13 @@ def paged_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of new tokens over the paged latent cache by Triton; `mla.compute.kernels.PagedDecode` says what it means.
 
+    A sequence has the same bits alone and in any batch, eager and replayed, with any padding, placement of blocks and block
+    size.
+
     Parameters
     ----------
     q : torch.Tensor of shape (num_tokens, num_heads, latent_dim)
-        bfloat16, float16, or float32 (slow: a check of the others); copied unless its rows are contiguous.
+        bfloat16, float16, or float32 (slow: a check of the others); copied unless contiguous.
     latent_cache : torch.Tensor of shape (num_blocks, block_size, latent_dim)
         Contiguous, of any block size, in any of these dtypes; products run in the dtype of q.
     metadata : DecodeMetadata
@@ -106,8 +248,8 @@ def paged_decode(
         Columns of a value.
     softmax_scale : float
         Factor on q.k.
-    plan : None
-        These kernels need none.
+    plan : HopperPlan or None
+        Of `make_plan`, or None to make it here.
 
     Returns
     -------
@@ -120,108 +262,45 @@ def paged_decode(
     ------
     KernelError, CacheError
         Naming the argument, or that there is no Triton.
-
-    References
-    ----------
-    Dao et al., "Flash-Decoding" (merging splits of the keys by their log-sum-exp).
     """
-    _check_decode(q, latent_cache, metadata, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale)
-    if plan is not None:
-        raise KernelError(f"plan: expected None (these kernels need no plan), got {type(plan).__name__}")
-    num_tokens, num_heads = q.shape[:2]
-    out = q.new_empty(num_tokens, num_heads, kv_lora_rank)
-    lse = q.new_empty(num_tokens, num_heads, dtype=torch.float32)
-    if out.numel() == 0:
-        return out, lse
-    if metadata.num_seqs == 0 or metadata.max_seq_len == 0 or metadata.max_query_len == 0 or latent_cache.shape[0] == 0:
-        return out.zero_(), lse.fill_(-torch.inf)
-    if q.stride(2) != 1:
-        q = q.contiguous()
-    itemsize = max(q.itemsize, latent_cache.itemsize)
-    launches = launches_for(num_heads, metadata.max_query_len, kv_lora_rank, latent_cache.shape[2], itemsize)
-    for i, launch in enumerate(launches):
-        _run(launch, q, latent_cache, metadata, out, lse, scale_log2=softmax_scale * LOG2_E, fills_tail=i == 0)
-    return out, lse
+    return _paged_decode(q, latent_cache, metadata, kv_lora_rank, softmax_scale, plan, balanced=False, portable=False)
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class _Constants:
-    """What the two kernels are compiled for."""
-
-    attend: dict[str, int]
-    merge: dict[str, int]
-
-
-@functools.lru_cache(maxsize=256)
-def _constants(
-    tiling: Tiling, num_heads: int, kv_lora_rank: int, latent_dim: int, block_size: int, q_align: int, max_seqs: int
-) -> _Constants:
-    common = {
-        "NUM_HEADS": num_heads,
-        "KV_LORA_RANK": kv_lora_rank,
-        "OUT_ALIGN": _alignment(kv_lora_rank),
-        "LATENT": tiling.latent,
-        "PIECE_KEYS": tiling.piece_keys,
-        "LONG_SEQ": LONG_SEQ,
-        "LONG_PIECE_KEYS": tiling.long_piece_keys,
-        "MAX_PIECES": tiling.max_pieces,
-        "UNIT": UNIT,
-    }
-    attend = {
-        **common,
-        "ROPE_DIM": latent_dim - kv_lora_rank,
-        "BLOCK_SIZE": block_size,
-        "Q_ALIGN": q_align,
-        "LATENT_ALIGN": _alignment(latent_dim),
-        "SEQS": max_seqs,
-        "ROWS": tiling.rows,
-        "KEYS": tiling.keys,
-        "ROPE": tiling.rope,
-        "STAGES": tiling.num_stages,
-        "num_warps": tiling.num_warps,
-    }
-    return _Constants(attend=attend, merge={**common, "TOGETHER": MERGE_TOGETHER, "num_warps": MERGE_WARPS})
-
-
-def _run(
-    launch: Launch,
+def paged_decode_balanced(
     q: torch.Tensor,
     latent_cache: torch.Tensor,
     metadata: DecodeMetadata,
-    out: torch.Tensor,
-    lse: torch.Tensor,
     *,
-    scale_log2: float,
-    fills_tail: bool,
-) -> None:
-    """Attend the sequences of one launch and join their pieces, as many sequences at a time as memory is granted for."""
-    kernels, tiling, num_seqs = _kernels(), launch.tiling, metadata.num_seqs
-    num_tokens, num_heads, kv_lora_rank = out.shape
-    pieces, rows = max_pieces_of(metadata.max_seq_len, tiling), metadata.max_query_len * num_heads
-    if pieces > 1:
-        step = min(num_seqs, seqs_at_a_time(pieces * rows * (kv_lora_rank + 1) * 4))
-        part_out = lse.new_empty(step * pieces * rows * kv_lora_rank)
-        part_log = lse.new_empty(step * pieces * rows)
-    else:
-        step = min(num_seqs, MAX_SEQS)
-        part_out = part_log = lse  # not used
-    _, block_size, latent_dim = latent_cache.shape
-    q_token, q_head, _ = q.stride()
-    q_align = _alignment(q_token | q_head | 16)
-    max_seqs = FEW_SEQS if step <= FEW_SEQS else MAX_SEQS
-    constants = _constants(tiling, num_heads, kv_lora_rank, latent_dim, block_size, q_align, max_seqs)
-    programs = min(step * pieces * -(-rows // tiling.rows), _num_processors(q.device) * tiling.programs_per_processor)
-    for first in range(0, num_seqs, step):
-        last = min(first + step, num_seqs)
-        table, starts, lens = metadata.block_table, metadata.query_start_loc, metadata.seq_lens
-        if step < num_seqs:
-            table, starts, lens = table[first:last], starts[first : last + 1], lens[first:last]
-        limits = launch.rows_above, launch.rows_up_to, pieces, rows
-        # Tokens behind the last sequence are filled by the launch that has it.
-        tail = num_tokens if fills_tail and last == num_seqs else 0
-        numbers = q_token, q_head, table.stride(0), last - first, tail, *limits, scale_log2
-        kernels.attend_pieces[programs,](
-            q, latent_cache, table, starts, lens, out, lse, part_out, part_log, *numbers, **constants.attend
-        )
-        if pieces > 1:
-            kernels.merge_pieces[rows, last - first](part_out, part_log, starts, lens, out, lse, *limits, **constants.merge)
+    kv_lora_rank: int,
+    softmax_scale: float,
+    plan: Plan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`paged_decode` with the work of a batch shared out in equal parts: faster, repeatable, but bits depend on the batch.
+
+    Where `decode_route` takes the portable kernel, bits are kept here too.
+
+    Raises
+    ------
+    KernelError, CacheError
+        As `paged_decode`.
+    """
+    return _paged_decode(q, latent_cache, metadata, kv_lora_rank, softmax_scale, plan, balanced=True, portable=False)
+
+
+def paged_decode_portable(
+    q: torch.Tensor,
+    latent_cache: torch.Tensor,
+    metadata: DecodeMetadata,
+    *,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    plan: Plan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`paged_decode` by the portable kernel, whatever the GPU; a plan is accepted and not needed.
+
+    Raises
+    ------
+    KernelError, CacheError
+        As `paged_decode`.
+    """
+    return _paged_decode(q, latent_cache, metadata, kv_lora_rank, softmax_scale, plan, balanced=False, portable=True)

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
 
 import attrs
 import torch
 
 from mla._checks import check_int, check_positive_float, check_tensor, dtype_name
+from mla.compute.triton_launch import Launcher, RowBoxes, raw_stream
 from mla.errors import KernelError
 
 __all__ = ["PrefillRoute", "Tiles", "prefill_route", "tiles_for", "varlen_attention"]
@@ -228,7 +228,7 @@ def varlen_attention(
     route = prefill_route(q.dtype, q.shape[2], v.shape[2], q.device)
     launch = _launch_hopper if route.name == "hopper" else _launch_portable
     with torch.cuda.device_of(q):
-        launch(q, k, v, out, lse, query_start_loc, kv_start_loc, max_query_len, causal, scale)
+        launch(q, k, v, out, lse, query_start_loc.contiguous(), kv_start_loc.contiguous(), max_query_len, causal, scale)
     return out, lse
 
 
@@ -270,23 +270,11 @@ def _with_near_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
     return x if x.stride(2) == 1 and x.stride(0) * num_rows < 2**31 else x.contiguous()
 
 
-@attrs.frozen(kw_only=True)
-class _Hopper:
-    """What launching the kernel for Hopper takes of Triton."""
-
-    kernel: Any
-    descriptor: Any
-    layout: Any
-
-
-@functools.cache
-def _load_hopper() -> _Hopper:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
+@functools.lru_cache(maxsize=64)
+def _hopper_launcher(device: torch.device, dtype: torch.dtype, causal: bool) -> Launcher:
     from mla.compute.triton_prefill_hopper_kernels import hopper_varlen_kernel  # noqa: PLC0415
 
-    return _Hopper(kernel=hopper_varlen_kernel, descriptor=TensorDescriptor, layout=gl.NVMMASharedLayout(128, 16))
+    return Launcher(hopper_varlen_kernel, {"CAUSAL": causal, "num_warps": 4, "maxnreg": 168})
 
 
 def _launch_hopper(
@@ -301,23 +289,22 @@ def _launch_hopper(
     causal: bool,
     scale: float,
 ) -> None:
-    hopper = _load_hopper()
     num_tokens, num_heads, _ = out.shape
     num_seqs = query_start_loc.shape[0] - 1
     num_blocks = -(-max_query_len // HOPPER_BLOCK)
     num_items = (num_seqs + 1) * num_blocks * num_heads
     q, k, v = (_with_aligned_rows(x) for x in (q, k, v))
     # A token is a row; a head begins at a multiple of the heads' stride, wherever in memory that leads.
-    descriptors = [
-        hopper.descriptor(x, [x.shape[0], (num_heads - 1) * x.stride(1) + x.shape[2]], [x.stride(0), 1], tile, hopper.layout)
-        for x, tile in ((q, [64, 64]), (k, [128, 64]), (v, [128, 128]))
+    boxes = [
+        RowBoxes(x, (x.shape[0], (num_heads - 1) * x.stride(1) + x.shape[2]), x.stride(0), box)
+        for x, box in ((q, (64, 64)), (k, (128, 64)), (v, (128, 128)))
     ]
     counter = query_start_loc.new_zeros(1)
     programs = min(num_items, _num_processors(q.device))
-    hopper.kernel[(programs,)](
-        *descriptors, out, lse, counter, query_start_loc, kv_start_loc, num_tokens, num_seqs, num_blocks, num_heads,
+    _hopper_launcher(q.device, q.dtype, causal)(
+        (programs, 1, 1), raw_stream(q.device),
+        *boxes, out, lse, counter, query_start_loc, kv_start_loc, num_tokens, num_seqs, num_blocks, num_heads,
         min(HEADS_AT_A_TIME, num_heads), q.stride(1), k.stride(1), v.stride(1), scale * LOG2_E,
-        CAUSAL=causal, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 

@@ -269,7 +269,7 @@ def _barriers(count: gl.constexpr, number: gl.constexpr):
 UNSPECIAL = ["num_tokens", "num_seqs", "num_blocks", "num_heads", "group_size", "q_head", "k_head", "v_head"]
 
 
-@gluon.jit(do_not_specialize=UNSPECIAL)
+@gluon.jit(do_not_specialize=UNSPECIAL, do_not_specialize_on_alignment=["counter", "query_start_loc", "kv_start_loc"])
 def hopper_varlen_kernel(
     q, k, v, out, lse, counter, query_start_loc, kv_start_loc,
     num_tokens, num_seqs, num_blocks, num_heads, group_size, q_head, k_head, v_head, scale_log2,

@@ -263,7 +263,7 @@ class PrefillMetadata(_Part):
     @property
     def max_context_chunk_tokens(self) -> int:
         """Rows that a workspace must hold: the largest pass."""
-        return max((chunk.num_kv_tokens for chunk in self.context_chunks), default=0)
+        return max([0, *[chunk.num_kv_tokens for chunk in self.context_chunks]])  # `default=` cannot be compiled
 
 
 @named_fields(MetadataError)

@@ -1,0 +1,403 @@
+"""The kernel of decode for Hopper with many heads, in Gluon: 64 rows (new tokens times heads) a program, in 16-bit floats.
+
+A row of 576 numbers is the key, and its first 512 are the value, so a tile of 128 keys is loaded once and used twice. It lies
+in shared memory as two halves of 64 keys, each in four quarters of 128 columns and 64 columns of RoPE. Every quarter has
+barriers of its own: what is no longer needed is overwritten while the rest is still in use.
+
+Two groups of four warps attend a tile. Each takes the scores of one half, and each owns 256 of the 512 columns of the result
+for both halves: so the weights of a half go into a group's own sums out of registers, and into the other group's out of shared
+memory, where they take the place of the half's RoPE columns. The second group raises the maximum that the first has found:
+
+    first group    scores 0 | weights 0 |            add half 0 | add half 1
+    second group   scores 1 |             add half 0, weights 1 | add half 1
+
+The maximum that sums are relative to stays as it is until a score exceeds it by `SLACK` (base 2); that cancels when a sum is
+divided by the sum of its weights, and spares most of the pauses in which the tensor cores wait for sums to be rescaled.
+
+Importing this module imports Triton; `mla.compute.triton_hopper` does so when it launches.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon  # noqa: TID253  (this module is imported inside the launching function only)
+from triton.experimental.gluon import language as gl  # noqa: TID253
+from triton.experimental.gluon.language.nvidia.hopper import (  # noqa: TID253
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mla.compute.triton_decode_wide_load_kernels import TILE, load_all, seq_in, share_of, unit_of
+from mla.compute.triton_share_kernels import await_state, hand_over, opaque_zero, plan_of_seqs, stretch
+
+__all__ = ["attend_wide"]
+
+SLACK = gl.constexpr(8.0)
+UNSEEN = gl.constexpr(-3.0e38)
+"""The maximum of a row that has seen no key: below every score, and finite, so that differences are numbers."""
+
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, SUMS, 2))
+ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
+SUM_ROWS = gl.constexpr(gl.SliceLayout(1, SUMS))
+ALONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+EVERYWHERE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
+
+
+@gluon.jit
+def _scores(zero, work, phase, tile, HALF: gl.constexpr, MASKED: gl.constexpr, GATHERED: gl.constexpr):
+    """Products of the queries with a half of the tile, quarter by quarter as they arrive."""
+    memory, full, view = work[0], work[1][0], work[3]
+    queries, query_rope, keys, rope = memory[0], memory[1], memory[2], memory[3 + HALF]
+    # Two sums that are added in float32: matrix units cut what they add to a running sum.
+    scores = gl.zeros([64, 64], gl.float32, SCORES)
+    others = gl.zeros([64, 64], gl.float32, SCORES)
+    for i in gl.static_range(4):
+        mbarrier.wait(full.index(HALF * 4 + i), phase)
+        if GATHERED:
+            fence_async_shared()
+        half = keys.index(zero + HALF * 4 + i).permute((1, 0))
+        if i < 2:
+            scores = warpgroup_mma(queries.index(zero + i), half, scores, use_acc=i > 0, is_async=True)
+        else:
+            others = warpgroup_mma(queries.index(zero + i), half, others, use_acc=i > 2, is_async=True)
+        if i == 3 - HALF * 2:
+            scores = warpgroup_mma(query_rope, rope.permute((1, 0)), scores, is_async=True)
+    scores, others = warpgroup_mma_wait(0, deps=[scores, others])
+    scores = scores + others
+    if MASKED:
+        rows = zero + view[2] + gl.arange(0, 64, ROWS)
+        visible = gl.minimum(view[1] + rows // view[3], view[0])
+        at = tile * TILE + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(0, SCORES))
+        scores = gl.where(at[None, :] < visible[:, None], scores, -float("inf"))
+    return scores
+
+
+@gluon.jit
+def _clear_tail(keys, quarter: gl.constexpr, left):
+    """Zero the rows of two quarters from row `left` on: they may hold NaN, which a weight of 0 does not undo."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    if left < 64:
+        rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        for i in gl.static_range(quarter, quarter + 2):
+            keys.index(i).store(gl.where((rows < left)[:, None], keys.index(i).load(LAYOUT), 0.0))
+        fence_async_shared()
+        gl.thread_barrier()
+
+
+@gluon.jit
+def _raise(high, scores, scale_log2, exceeding, rises):
+    """The maximum to go on with, and whether it is another one for any row, which `rises` tells the other group."""
+    peak = gl.max(scores, 1) * scale_log2
+    exceeds = peak > high + SLACK
+    # Through shared memory, where every warp sees all rows: a reduction across warps would take a barrier more.
+    exceeding.store(exceeds.to(gl.int32))
+    risen = gl.max(exceeding.load(EVERYWHERE), 0)
+    rises.store(gl.full([1], risen, gl.int32, ALONE))
+    return gl.where(exceeds, peak, high), risen
+
+
+@gluon.jit
+def _rescale(left, right, kept, risen):
+    if risen > 0:
+        factor = gl.convert_layout(kept, SUM_ROWS)[:, None]
+        left = left * factor
+        right = right * factor
+    return left, right
+
+
+@gluon.jit
+def _step_of_first(state, work, phase, tile, MASKED: gl.constexpr, GATHERED: gl.constexpr):
+    """A tile, by the group that takes the scores of half 0 and owns columns 0 to 255."""
+    left, right, high, total = state[0], state[1], state[2], state[3]
+    memory, bars, shared, num_keys, scale_log2 = work[0], work[1], work[2], work[3][0], work[4]
+    keys, rope_0, rope_1, empty, ready = memory[2], memory[3], memory[4], bars[1], bars[4]
+    high_0, high_1, rises_0, rises_1 = shared[0], shared[1], shared[2], shared[3]
+    zero = opaque_zero()
+    scores = _scores(zero, work, phase, tile, 0, MASKED, GATHERED)
+    new_high, risen = _raise(high, scores, scale_log2, shared[6], rises_0)
+    high_0.store(new_high)
+    raw = gl.exp2(scores * scale_log2 - new_high[:, None])
+    weights = raw.to(keys.dtype)
+    rope_0.store(weights)
+    fence_async_shared()
+    mbarrier.arrive(ready.index(0))
+    if MASKED and not GATHERED:
+        _clear_tail(keys, 0, num_keys - tile * TILE)
+    kept = gl.exp2(high - new_high)
+    weights = gl.convert_layout(weights, WEIGHTS)
+    left, right = _rescale(left, right, kept, risen)
+    left = warpgroup_mma(weights, keys.index(zero), left, is_async=True)
+    right = warpgroup_mma(weights, keys.index(zero + 1), right, is_async=True)
+    total = total * kept + gl.sum(raw, 1)
+    left = warpgroup_mma_wait(1, deps=[left])
+    mbarrier.arrive(empty.index(0))
+    right, weights = warpgroup_mma_wait(0, deps=[right, weights])
+    mbarrier.arrive(empty.index(1))
+    mbarrier.wait(ready.index(1), phase)
+    high = high_1.load(ROWS)
+    risen = gl.max(rises_1.load(ALONE), 0)
+    if MASKED and not GATHERED:
+        _clear_tail(keys, 4, num_keys - tile * TILE - 64)
+    kept = gl.exp2(new_high - high)
+    total = total * kept
+    left, right = _rescale(left, right, kept, risen)
+    left = warpgroup_mma(rope_1, keys.index(zero + 4), left, is_async=True)
+    right = warpgroup_mma(rope_1, keys.index(zero + 5), right, is_async=True)
+    left = warpgroup_mma_wait(1, deps=[left])
+    mbarrier.arrive(empty.index(4))
+    right = warpgroup_mma_wait(0, deps=[right])
+    mbarrier.arrive(empty.index(5))
+    return left, right, high, total
+
+
+@gluon.jit
+def _step_of_second(state, work, phase, tile, MASKED: gl.constexpr, GATHERED: gl.constexpr):
+    """A tile, by the group that takes the scores of half 1 and owns columns 256 to 511."""
+    left, right, high, total = state[0], state[1], state[2], state[3]
+    memory, bars, shared, num_keys, scale_log2 = work[0], work[1], work[2], work[3][0], work[4]
+    keys, rope_0, rope_1, empty, ready = memory[2], memory[3], memory[4], bars[1], bars[4]
+    high_0, high_1, rises_0, rises_1 = shared[0], shared[1], shared[2], shared[3]
+    zero = opaque_zero()
+    scores = _scores(zero, work, phase, tile, 1, MASKED, GATHERED)
+    mbarrier.wait(ready.index(0), phase)
+    first_high = high_0.load(ROWS)
+    risen = gl.max(rises_0.load(ALONE), 0)
+    if MASKED and not GATHERED:
+        _clear_tail(keys, 2, num_keys - tile * TILE)
+    first_kept = gl.exp2(high - first_high)
+    left, right = _rescale(left, right, first_kept, risen)
+    left = warpgroup_mma(rope_0, keys.index(zero + 2), left, is_async=True)
+    right = warpgroup_mma(rope_0, keys.index(zero + 3), right, is_async=True)
+    high, risen = _raise(first_high, scores, scale_log2, shared[7], rises_1)
+    high_1.store(high)
+    raw = gl.exp2(scores * scale_log2 - high[:, None])
+    weights = raw.to(keys.dtype)
+    # Every warp's products with the RoPE columns must be through before weights take their place.
+    gl.thread_barrier()
+    rope_1.store(weights)
+    fence_async_shared()
+    mbarrier.arrive(ready.index(1))
+    kept = gl.exp2(first_high - high)
+    total = total * (first_kept * kept) + gl.sum(raw, 1)
+    weights = gl.convert_layout(weights, WEIGHTS)
+    left = warpgroup_mma_wait(1, deps=[left])
+    mbarrier.arrive(empty.index(2))
+    right = warpgroup_mma_wait(0, deps=[right])
+    mbarrier.arrive(empty.index(3))
+    if MASKED and not GATHERED:
+        _clear_tail(keys, 6, num_keys - tile * TILE - 64)
+    left, right = _rescale(left, right, kept, risen)
+    left = warpgroup_mma(weights, keys.index(zero + 6), left, is_async=True)
+    right = warpgroup_mma(weights, keys.index(zero + 7), right, is_async=True)
+    left = warpgroup_mma_wait(1, deps=[left])
+    mbarrier.arrive(empty.index(6))
+    right, weights = warpgroup_mma_wait(0, deps=[right, weights])
+    mbarrier.arrive(empty.index(7))
+    return left, right, high, total
+
+
+@gluon.jit
+def _step(state, work, phase, tile, HALF: gl.constexpr, MASKED: gl.constexpr, GATHERED: gl.constexpr):
+    if HALF == 0:
+        state = _step_of_first(state, work, phase, tile, MASKED, GATHERED)
+    else:
+        state = _step_of_second(state, work, phase, tile, MASKED, GATHERED)
+    return state
+
+
+@gluon.jit
+def _both_totals(total, shared, summed, finished, HALF: gl.constexpr):
+    """The sum of the weights of both halves, in the same order in both groups."""
+    mine, other = shared[4 + HALF], shared[5 - HALF]
+    mine.store(total)
+    mbarrier.arrive(summed.index(HALF))
+    mbarrier.wait(summed.index(1 - HALF), finished & 1)
+    return total + other.load(ROWS) if HALF == 0 else other.load(ROWS) + total
+
+
+@gluon.jit
+def _pointers_of_state(hand, owner):
+    zero = opaque_zero()
+    columns = gl.arange(0, 128, gl.SliceLayout(0, SUMS))
+    at = hand[0] + owner * (64 * 256) + (zero + gl.arange(0, 64, SUM_ROWS))[:, None] * 256 + columns[None, :]
+    return at, hand[1] + owner * 128 + zero + gl.arange(0, 64, ROWS)
+
+
+@gluon.jit
+def _take_state(hand, owner):
+    """What the neighbour's group of warps has summed of the piece."""
+    at, stat = _pointers_of_state(hand, owner)
+    await_state(hand[2] + owner)
+    left = gl.load(at, cache_modifier=".cg")
+    right = gl.load(at + 128, cache_modifier=".cg")
+    return left, right, gl.load(stat, cache_modifier=".cg"), gl.load(stat + 64, cache_modifier=".cg")
+
+
+@gluon.jit
+def _leave_state(state, hand, owner):
+    at, stat = _pointers_of_state(hand, owner)
+    gl.store(at, state[0])
+    gl.store(at + 128, state[1])
+    gl.store(stat, state[2])
+    gl.store(stat + 64, state[3])
+    hand_over(hand[2] + owner)
+
+
+@gluon.jit
+def _write(state, total, results, place, slot, whole_seq, HALF: gl.constexpr):
+    """Store what rows of the sequence there are: the result if all of it has been summed, else the sums as a part of it."""
+    left, right, high = state[0], state[1], state[2]
+    out, lse, part_out, part_stat = results[0], results[1], results[2], results[3]
+    first_row, row, num_rows, part_rows = place[0], place[1], place[2], place[3]
+    zero = opaque_zero()
+    rows = zero + row + gl.arange(0, 64, SUM_ROWS)
+    inside = (rows < num_rows)[:, None]
+    columns = (HALF * 256 + gl.arange(0, 128, gl.SliceLayout(0, SUMS)))[None, :]
+    stat_rows = zero + row + gl.arange(0, 64, ROWS)
+    stat_inside = stat_rows < num_rows
+    if whole_seq:  # a row that has seen no key gets 0 and -inf
+        inverse = gl.convert_layout(1.0 / gl.where(total == 0.0, 1.0, total), SUM_ROWS)[:, None]
+        at = out + (first_row + rows).to(gl.int64)[:, None] * 512 + columns
+        gl.store(at, (left * inverse).to(out.dtype.element_ty), mask=inside)
+        gl.store(at + 128, (right * inverse).to(out.dtype.element_ty), mask=inside)
+        if HALF == 0:
+            seen = gl.where(total == 0.0, 0.0, high)
+            gl.store(lse + first_row + stat_rows, (seen + gl.log2(total)) * 0.6931471805599453, mask=stat_inside)
+    else:
+        first = slot.to(gl.int64) * part_rows
+        part = part_out + (first + rows)[:, None] * 512 + columns
+        gl.store(part, left, mask=inside)
+        gl.store(part + 128, right, mask=inside)
+        if HALF == 0:
+            stat = part_stat + first * 2 + stat_rows
+            gl.store(stat, gl.where(total == 0.0, -float("inf"), high), mask=stat_inside)
+            gl.store(stat + part_rows, total, mask=stat_inside)
+
+
+@gluon.jit
+def _attend(
+    query_start_loc, plan, sizes, results, hand, scale_log2, memory, bars, shared,
+    HALF: gl.constexpr, NUM_HEADS: gl.constexpr, PIECES: gl.constexpr, GATHERED: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: attend the program's rows of the share, piece by piece."""
+    BALANCED: gl.constexpr = PIECES[3]
+    q_full, q_empty, summed = bars[2], bars[3], bars[5]
+    row_tiles = sizes[2]
+    seqs = plan_of_seqs(plan, sizes[0], sizes[1])
+    lens, first_slot = seqs[0], seqs[1]
+    program = gl.program_id(0)
+    group = program // row_tiles
+    row = program % row_tiles * 64
+    share = share_of(plan, lens, group, PIECES)
+    phase = 0
+    attended = 0
+    finished = 0
+    for part in range(1 if BALANCED else 0, 2 if BALANCED else 3):
+        run = stretch(part, share)
+        for seq in range(run[0], run[2] + 1):
+            num_keys, first_row, num_rows, start, end = seq_in(seq, run, lens, query_start_loc, row, NUM_HEADS)
+            num_tiles = (num_keys + TILE - 1) // TILE
+            unit = num_tiles if BALANCED else unit_of(num_keys, PIECES)
+            if start < end:
+                mbarrier.wait(q_full, attended & 1)
+                attended += 1
+                # Keys that the first token sees, and the tiles before the first one that some row here does not see whole.
+                visible = num_keys - num_rows // NUM_HEADS + 1
+                whole = gl.minimum(gl.maximum(visible + row // NUM_HEADS, 0), num_keys) // TILE
+                work = (memory, bars, shared, (num_keys, visible, row, NUM_HEADS), scale_log2)
+                place = (first_row, row, num_rows, row_tiles * 64)
+                for piece in range(0 if BALANCED else start // unit, 1 if BALANCED else (end + unit - 1) // unit):
+                    first = gl.maximum(start, piece * unit)
+                    last = gl.minimum(end, piece * unit + unit)
+                    left = gl.zeros([64, 128], gl.float32, SUMS)
+                    right = gl.zeros([64, 128], gl.float32, SUMS)
+                    high = gl.full([64], UNSEEN, gl.float32, ROWS)
+                    total = gl.zeros([64], gl.float32, ROWS)
+                    if not BALANCED and first > piece * unit:
+                        left, right, high, total = _take_state(hand, (program - row_tiles) * 2 + HALF)
+                    state = (left, right, high, total)
+                    for tile in range(first, gl.minimum(last, whole)):
+                        state = _step(state, work, phase, tile, HALF, False, GATHERED)
+                        phase ^= 1
+                    for tile in range(gl.maximum(first, whole), last):
+                        state = _step(state, work, phase, tile, HALF, True, GATHERED)
+                        phase ^= 1
+                    if last == end:
+                        mbarrier.arrive(q_empty)
+                    if BALANCED:
+                        total = _both_totals(state[3], shared, summed, finished, HALF)
+                        finished += 1
+                        slot = group * 2 + gl.where(seq == share[0], 0, 1)
+                        _write(state, total, results, place, slot, end - start == num_tiles, HALF)
+                    elif last < gl.minimum(piece * unit + unit, num_tiles):
+                        _leave_state(state, hand, program * 2 + HALF)
+                    else:
+                        total = _both_totals(state[3], shared, summed, finished, HALF)
+                        finished += 1
+                        slot = gl.load(first_slot + seq) + piece
+                        _write(state, total, results, place, slot, num_tiles <= unit, HALF)
+
+
+@gluon.jit
+def _barriers(number: gl.constexpr, count: gl.constexpr):
+    """`number` barriers that complete when `count` have arrived."""
+    bars = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(bars.index(i), count=count)
+    return bars
+
+
+@gluon.jit(
+    do_not_specialize=["table_stride", "num_groups", "num_seqs", "row_tiles"],
+    do_not_specialize_on_alignment=["block_table", "query_start_loc"],
+)
+def attend_wide(
+    q, q_rope, kv, kv_rope, latent_cache, block_table, query_start_loc, plan, out, lse, part_out, part_stat,
+    hand_out, hand_stat, flags,
+    table_stride, num_groups, num_seqs, row_tiles, scale_log2,
+    NUM_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SHORT_PIECE: gl.constexpr, LONG_SEQ: gl.constexpr,
+    LONG_PIECE: gl.constexpr, BALANCED: gl.constexpr,
+):  # fmt: skip
+    """Decode of every sequence that the plan has; see the head of this file.
+
+    `q` and `q_rope` are descriptors of the queries with a token's head a row, of tiles of 64 x 128 and 64 x 64; `kv` and
+    `kv_rope` of the cache with a slot a row, used where blocks hold a multiple of 64 slots. `flags` holds 0, and does so again
+    afterwards.
+    """
+    GATHERED: gl.constexpr = BLOCK_SIZE % 64 != 0
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PIECES: gl.constexpr = (SHORT_PIECE, LONG_SEQ, LONG_PIECE, BALANCED)
+    queries = gl.allocate_shared_memory(q.dtype, [4, 64, 128], LAYOUT)
+    keys = gl.allocate_shared_memory(q.dtype, [8, 64, 128], LAYOUT)
+    ropes = gl.allocate_shared_memory(q.dtype, [3, 64, 64], LAYOUT)
+    floats = gl.allocate_shared_memory(gl.float32, [4, 64], VECTOR)
+    rises = gl.allocate_shared_memory(gl.int32, [2, 1], VECTOR)
+    memory = (queries, ropes.index(0), keys, ropes.index(1), ropes.index(2))
+    exceeding = gl.allocate_shared_memory(gl.int32, [2, 64], VECTOR)
+    shared = (
+        floats.index(0), floats.index(1), rises.index(0), rises.index(1), floats.index(2), floats.index(3),
+        exceeding.index(0), exceeding.index(1),
+    )  # fmt: skip
+    # Full and empty quarters, full and empty queries, weights that are ready for the other group, totals likewise.
+    q_full, q_empty = _barriers(1, 1).index(0), _barriers(1, 2).index(0)
+    bars = (_barriers(8, 128 if GATHERED else 1), _barriers(8, 1), q_full, q_empty, _barriers(2, 1), _barriers(2, 1))
+    fence_async_shared()
+    results = (out, lse, part_out, part_stat)
+    sizes = (num_groups, num_seqs, row_tiles)
+    hand = (hand_out, hand_stat, flags)
+    gl.warp_specialize(
+        [
+            (_attend, (query_start_loc, plan, sizes, results, hand, scale_log2, memory, bars, shared,
+                       0, NUM_HEADS, PIECES, GATHERED)),
+            (_attend, (query_start_loc, plan, sizes, results, hand, scale_log2, memory, bars, shared,
+                       1, NUM_HEADS, PIECES, GATHERED)),
+            (load_all, (q, q_rope, kv, kv_rope, latent_cache, block_table, table_stride, query_start_loc, plan, sizes, memory,
+                     bars, NUM_HEADS, BLOCK_SIZE, PIECES)),
+        ],
+        [4, 4 if GATHERED else 1],
+        [224, 56] if GATHERED else [240, 24],
+    )  # fmt: skip

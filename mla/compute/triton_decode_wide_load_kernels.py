@@ -1,0 +1,132 @@
+"""The loading half of the decode kernel for many heads on Hopper: queries and tiles, in the order in which they are attended.
+
+Blocks of 64 rows or a multiple come by the copy engine, four boxes of 128 columns and one of 64 for each half of a tile; rows
+of other blocks are fetched one by one. Every quarter has barriers of its own.
+
+Importing this module imports Triton; `mla.compute.triton_hopper` does so when it launches.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon  # noqa: TID253  (this module is imported inside the launching function only)
+from triton.experimental.gluon import language as gl  # noqa: TID253
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma  # noqa: TID253
+
+from mla.compute.triton_share_kernels import plan_of_seqs, read_share, stretch
+
+__all__ = ["TILE", "load_all", "seq_in", "share_of", "unit_of"]
+
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its name up to Triton 3.6
+
+TILE = gl.constexpr(128)
+GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+GATHER_ROPE = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def unit_of(num_keys, PIECES: gl.constexpr):
+    """Tiles of a piece, by the sequence's own length; `PIECES` is (SHORT_PIECE, LONG_SEQ, LONG_PIECE, BALANCED)."""
+    return gl.where(num_keys > PIECES[1], PIECES[2], PIECES[0])
+
+
+@gluon.jit
+def share_of(plan, lens, group, PIECES: gl.constexpr):
+    """The share of a group, as `mla.compute.triton_share_kernels.read_share` has it."""
+    first = unit_of(gl.load(lens + gl.load(plan + group * 4)), PIECES)
+    last = unit_of(gl.load(lens + gl.load(plan + group * 4 + 2)), PIECES)
+    return read_share(plan, lens, group, (first, last), TILE, PIECES[3])
+
+
+@gluon.jit
+def seq_in(seq, run, lens, query_start_loc, row, NUM_HEADS: gl.constexpr):
+    """A sequence's keys, its first row, its rows, and the tiles of it that are in `run`: none where it has no row `row`."""
+    num_keys = gl.load(lens + seq)
+    first = gl.load(query_start_loc + seq)
+    num_rows = (gl.load(query_start_loc + seq + 1) - first) * NUM_HEADS
+    start = gl.where(seq == run[0], run[1], 0)
+    end = gl.where(seq == run[2], run[3], (num_keys + TILE - 1) // TILE)
+    return num_keys, first * NUM_HEADS, num_rows, start, gl.where(row < num_rows, end, start)
+
+
+@gluon.jit
+def _load_queries(q, q_rope, row, memory, bars, loaded):
+    """Load a sequence's 64 rows of queries when both groups are through with those of the sequence before."""
+    queries, query_rope, q_full, q_empty = memory[0], memory[1], bars[2], bars[3]
+    mbarrier.wait(q_empty, (loaded & 1) ^ 1)
+    mbarrier.expect(q_full, 64 * 576 * 2)
+    for i in gl.static_range(4):
+        load_tile(q, [row, i * 128], q_full, queries.index(i))
+    load_tile(q_rope, [row, 512], q_full, query_rope)
+
+
+@gluon.jit
+def _load_half(kv, kv_rope, table, key, memory, bars, phase, HALF: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """Load 64 keys that lie within one block."""
+    keys, rope, full, empty = memory[2], memory[3 + HALF], bars[0], bars[1]
+    row = gl.load(table + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
+    for i in gl.static_range(HALF * 4, HALF * 4 + 4):
+        mbarrier.wait(empty.index(i), phase)
+        mbarrier.expect(full.index(i), 64 * (192 if i == 3 + HALF * 2 else 128) * 2)
+        load_tile(kv, [row, i % 4 * 128], full.index(i), keys.index(i))
+        if i == 3 + HALF * 2:
+            load_tile(kv_rope, [row, 512], full.index(i), rope)
+
+
+@gluon.jit
+def _slots(table, key, last, BLOCK_SIZE: gl.constexpr):
+    """Where the rows of 64 keys from `key` on lie; keys behind the last are the last."""
+    keys = gl.minimum(key + gl.arange(0, 64, gl.SliceLayout(1, GATHER)), last)
+    return gl.load(table + keys // BLOCK_SIZE) * BLOCK_SIZE + keys % BLOCK_SIZE
+
+
+@gluon.jit
+def _gather_half(latent_cache, slots, memory, bars, phase, HALF: gl.constexpr):
+    """Fetch 64 keys row by row. The barrier of a quarter completes when the copies of all threads have landed."""
+    keys, rope, full, empty = memory[2], memory[3 + HALF], bars[0], bars[1]
+    columns = gl.arange(0, 128, gl.SliceLayout(0, GATHER))[None, :]
+    for i in gl.static_range(HALF * 4, HALF * 4 + 4):
+        rows = latent_cache + slots.to(gl.int64)[:, None] * 576
+        mbarrier.wait(empty.index(i), phase)
+        async_copy.async_copy_global_to_shared(keys.index(i), rows + (i % 4 * 128 + columns))
+        if i == 3 + HALF * 2:
+            rope_slots = gl.convert_layout(slots, gl.SliceLayout(1, GATHER_ROPE))
+            rope_rows = latent_cache + rope_slots.to(gl.int64)[:, None] * 576
+            rope_columns = gl.arange(0, 64, gl.SliceLayout(0, GATHER_ROPE))[None, :]
+            async_copy.async_copy_global_to_shared(rope, rope_rows + (512 + rope_columns))
+        async_copy.mbarrier_arrive(full.index(i), increment_count=False)
+
+
+@gluon.jit
+def load_all(
+    q, q_rope, kv, kv_rope, latent_cache, block_table, table_stride, query_start_loc, plan, sizes, memory, bars,
+    NUM_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
+    """Load queries and tiles in the order in which they are attended."""
+    lens = plan_of_seqs(plan, sizes[0], sizes[1])[0]
+    row = gl.program_id(0) % sizes[2] * 64
+    share = share_of(plan, lens, gl.program_id(0) // sizes[2], PIECES)
+    phase = 1
+    loaded = 0
+    for part in range(1 if PIECES[3] else 0, 2 if PIECES[3] else 3):
+        run = stretch(part, share)
+        for seq in range(run[0], run[2] + 1):
+            num_keys, first_row, _rows, start, end = seq_in(seq, run, lens, query_start_loc, row, NUM_HEADS)
+            table = block_table + seq.to(gl.int64) * table_stride
+            if start < end:
+                _load_queries(q, q_rope, first_row + row, memory, bars, loaded)
+                loaded += 1
+            if BLOCK_SIZE % 64 != 0:
+                slots = _slots(table, start * TILE, num_keys - 1, BLOCK_SIZE)
+            for tile in range(start, end):
+                if BLOCK_SIZE % 64 == 0:
+                    # The second half of the last tile may begin behind the last key: any block does, its rows are zeroed.
+                    second = gl.minimum(tile * TILE + 64, (num_keys - 1) // 64 * 64)
+                    _load_half(kv, kv_rope, table, tile * TILE, memory, bars, phase, 0, BLOCK_SIZE)
+                    _load_half(kv, kv_rope, table, second, memory, bars, phase, 1, BLOCK_SIZE)
+                else:
+                    # Slots are looked up a half before they are wanted, while buffers are waited for.
+                    next_slots = _slots(table, tile * TILE + 64, num_keys - 1, BLOCK_SIZE)
+                    _gather_half(latent_cache, slots, memory, bars, phase, 0)
+                    slots = _slots(table, tile * TILE + TILE, num_keys - 1, BLOCK_SIZE)
+                    _gather_half(latent_cache, next_slots, memory, bars, phase, 1)
+                phase ^= 1

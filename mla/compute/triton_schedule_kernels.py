@@ -1,0 +1,271 @@
+"""Around the decode kernels for Hopper: sharing the work of a batch out before, and joining parts of sequences after.
+
+Importing this module imports Triton; `mla.compute.triton_hopper` does so when it launches.
+
+The plan is a line of int32: four numbers a group of programs (first sequence, first tile, last sequence, end tile), a word that
+says whether pieces stay apart, three unused ones, and then, of all sequences side by side, their keys, the slot of their first
+part, and the first and last group that attends them. Keys are -1 for a sequence that another launch takes.
+"""
+
+from __future__ import annotations
+
+import triton  # noqa: TID253  (this module is imported inside the launching function only)
+import triton.language as tl  # noqa: TID253
+from triton.language.extra.cuda import gdc_wait  # noqa: TID253
+
+__all__ = ["join_parts", "plan_shares"]
+
+
+@triton.jit
+def _cut(
+    at, ends, tiles, units, seqs, total, slack,
+    ALWAYS: tl.constexpr, NEVER: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """A place on the line of tiles, moved to a better one nearby.
+
+    Sequences are not left or begun for a few tiles. Otherwise ALWAYS cuts at the ends of pieces only, NEVER cares for none, and
+    else the end of a unit is taken where it is near.
+    """
+    at = tl.minimum(at, total)
+    is_before = ends <= at
+    start = tl.max(tl.where(is_before, ends, 0), 0)
+    seq = tl.sum(is_before.to(tl.int32), 0)
+    num_tiles = tl.sum(tl.where(seqs == seq, tiles, 0), 0)
+    offset = at - start
+    if not NEVER:
+        unit = PIECE if ALWAYS else tl.maximum(tl.sum(tl.where(seqs == seq, units, 0), 0), 1)
+        nearest = tl.minimum((offset + unit // 2) // unit * unit, num_tiles)
+        offset = nearest if ALWAYS else tl.where(tl.abs(nearest - offset) <= slack, nearest, offset)
+    offset = tl.where(offset <= slack, 0, tl.where(num_tiles - offset <= slack, num_tiles, offset))
+    return start + offset
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_groups", "num_flags", "rows_above", "rows_up_to"],
+            do_not_specialize_on_alignment=["seq_lens", "query_start_loc"])  # fmt: skip
+def plan_shares(
+    plan, flags, seq_lens, query_start_loc, num_seqs, num_groups, num_flags, rows_above, rows_up_to,
+    NUM_HEADS: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr, GROUP: tl.constexpr, LONG_SEQ: tl.constexpr,
+    LONG_PIECE: tl.constexpr, BALANCED: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    """Share the tiles of a batch out; every program finds its own group's share from all the lengths, and the sequences in it.
+
+    GROUP pieces are a unit where there is more than one; else units are pieces of PIECE tiles, or LONG_PIECE beyond LONG_SEQ
+    keys. Flags are taken down.
+    """
+    group = tl.program_id(0)
+    seqs = tl.arange(0, SEQS)
+    is_seq = seqs < num_seqs
+    rows = tl.load(query_start_loc + seqs + 1, mask=is_seq, other=0) - tl.load(query_start_loc + seqs, mask=is_seq, other=0)
+    rows = rows * NUM_HEADS
+    keys = tl.load(seq_lens + seqs, mask=is_seq, other=0)
+    keys = tl.where((rows > rows_above) & (rows <= rows_up_to), keys, -1)
+    tiles = (tl.maximum(keys, 0) + TILE - 1) // TILE
+    ends = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles, 0)
+    longest = tl.max(tiles, 0)
+    share = tl.maximum((total + num_groups - 1) // num_groups, 1)
+    pieces = tl.where(keys > LONG_SEQ, LONG_PIECE, PIECE)
+    units = pieces * GROUP
+    apart = 0
+    step = share
+    if not BALANCED:
+        longest_unit = tl.max(tl.minimum(tiles, units), 0)
+        if GROUP > 1:
+            # A program must have at least a unit: only neighbours hand over. Small batches leave the pieces of a group apart.
+            apart = (longest_unit > share + share // 10 + 1).to(tl.int32)
+            longest_unit = tl.where(apart != 0, tl.minimum(longest, PIECE), longest_unit)
+        step = tl.maximum(step, longest_unit)
+    shortest = tl.min(tl.where(is_seq & (keys >= 0), tiles, longest), 0)
+    if longest == shortest:
+        # Whole sequences, or else whole pieces, if that makes no share much longer.
+        even = (step + longest - 1) // tl.maximum(longest, 1) * longest
+        step = tl.where(even * 20 <= step * 21, even, step)
+        if not BALANCED:
+            even = (step + PIECE - 1) // PIECE * PIECE
+            step = tl.where(even * 20 <= step * 21, even, step)
+    slack = tl.where(step > 8, step // 28, 0)
+    is_stepped = (step > share) | (step % PIECE == 0)
+    first = group.to(tl.int64)
+    start = tl.where(is_stepped, first * step, first * total // num_groups)
+    stop = tl.where(is_stepped, (first + 1) * step, (first + 1) * total // num_groups)
+    start = tl.minimum(start, total).to(tl.int32)
+    stop = tl.minimum(stop, total).to(tl.int32)
+    start = _cut(start, ends, tiles, units, seqs, total, slack, GROUP > 1, BALANCED, PIECE)
+    stop = _cut(stop, ends, tiles, units, seqs, total, slack, GROUP > 1, BALANCED, PIECE)
+    stop = tl.where(group == num_groups - 1, total, stop)
+
+    is_busy = stop > start
+    first_seq = tl.sum((ends <= start).to(tl.int32), 0)
+    last_seq = tl.sum((ends <= stop - 1).to(tl.int32), 0)
+    first_tile = start - tl.max(tl.where(ends <= start, ends, 0), 0)
+    end_tile = stop - tl.max(tl.where(ends <= stop - 1, ends, 0), 0)
+    tl.store(plan + group * 4, tl.where(is_busy, first_seq, 0))
+    tl.store(plan + group * 4 + 1, tl.where(is_busy, first_tile, 0))
+    tl.store(plan + group * 4 + 2, tl.where(is_busy, last_seq, 0))
+    tl.store(plan + group * 4 + 3, tl.where(is_busy, end_tile, 0))
+    of_seqs = plan + num_groups * 4 + 4
+    begins = ends - tiles
+    groups = tl.zeros([SEQS], tl.int32) + group
+    tl.store(of_seqs + 2 * num_seqs + seqs, groups, mask=(tiles > 0) & (begins >= start) & (begins < stop))
+    tl.store(of_seqs + 3 * num_seqs + seqs, groups, mask=(tiles > 0) & (ends > start) & (ends <= stop))
+    if group == 0:
+        tl.store(plan + num_groups * 4, apart)
+        tl.store(of_seqs + seqs, keys, mask=is_seq)
+        parts = (tiles + units - 1) // units
+        if GROUP > 1:
+            parts = tl.where(apart != 0, (tiles + PIECE - 1) // PIECE, parts)
+        parts = tl.where(parts > 1, parts, 0)
+        tl.store(of_seqs + num_seqs + seqs, tl.cumsum(parts, 0) - parts, mask=is_seq)
+        for begin in range(0, num_flags, SEQS):
+            tl.store(flags + begin + seqs, tl.zeros([SEQS], tl.int32), mask=begin + seqs < num_flags)
+
+
+@triton.jit
+def _join(acc, high, total, part, part_high, part_total, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """What has been summed, joined with a part behind it, as `mla.compute.triton_share_kernels.weights` says."""
+    new_high = tl.maximum(high, part_high)
+    shift = tl.where(new_high == float("-inf"), 0.0, new_high)
+    first = tl.exp2(high - shift)
+    second = tl.exp2(part_high - shift)
+    total = tl.fma(part_total, second, total * first)
+    return tl.fma(part, tl.broadcast_to(second[:, None], [ROWS, COLUMNS]), acc * first[:, None]), new_high, total
+
+
+@triton.jit
+def _join_side_by_side(
+    part_out, part_stat, out, lse, first_row, row, num_parts, first_slot, second_slot, step, rows_per_slot, first_column,
+    COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of one row: all weights at once, then TOGETHER parts at a time."""
+    part = tl.arange(0, MOST)
+    slot = tl.where(part == 0, first_slot, second_slot + (part - 1) * step).to(tl.int64)
+    stat = part_stat + slot * 2 * rows_per_slot + row
+    highs = tl.load(stat, mask=part < num_parts, other=float("-inf"))
+    totals = tl.load(stat + rows_per_slot, mask=part < num_parts, other=0.0)
+    high = tl.max(highs, 0)
+    shift = tl.where(high == float("-inf"), 0.0, high)
+    total = tl.sum(totals * tl.exp2(highs - shift), 0)
+    columns = first_column + tl.arange(0, COLUMNS)
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, num_parts, TOGETHER):
+        some = first + tl.arange(0, TOGETHER)
+        slot = tl.where(some == 0, first_slot, second_slot + (some - 1) * step).to(tl.int64)
+        highs = tl.load(part_stat + slot * 2 * rows_per_slot + row, mask=some < num_parts, other=float("-inf"))
+        at = part_out + (slot * rows_per_slot + row)[:, None] * 512 + columns[None, :]
+        parts = tl.load(at, mask=(some < num_parts)[:, None], other=0.0)
+        acc += tl.sum(parts * tl.exp2(highs - shift)[:, None], 0)
+    total = tl.where(total == 0.0, 1.0, total)
+    tl.store(out + (first_row + row) * 512 + columns, (acc / total).to(out.dtype.element_ty))
+    if first_column == 0:
+        tl.store(lse + first_row + row, (high + tl.log2(total)) * 0.6931471805599453)
+
+
+@triton.jit
+def _clear(out, lse, row, is_row, first_column, COLUMNS: tl.constexpr):
+    columns = first_column + tl.arange(0, COLUMNS)
+    zeros = tl.zeros([row.shape[0], COLUMNS], out.dtype.element_ty)
+    tl.store(out + row[:, None] * 512 + columns[None, :], zeros, mask=is_row[:, None])
+    if first_column == 0:
+        tl.store(lse + row, tl.full([row.shape[0]], float("-inf"), tl.float32), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_groups", "num_tokens", "rows_per_slot"],
+            do_not_specialize_on_alignment=["query_start_loc"])  # fmt: skip
+def join_parts(
+    part_out, part_stat, plan, query_start_loc, out, lse, num_seqs, num_groups, num_tokens, rows_per_slot,
+    NUM_HEADS: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr, GROUP: tl.constexpr, LONG_SEQ: tl.constexpr,
+    LONG_PIECE: tl.constexpr, BALANCED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
+    SIDE_BY_SIDE: tl.constexpr, LAUNCHED_EARLY: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of a sequence's rows from left to right, pieces to groups and groups to the sequence.
+
+    A program has ROWS rows and COLUMNS of their 512 columns. Sequences without keys get 0 and -inf; so do the rows of `out`
+    behind the last sequence, up to `num_tokens` tokens, by the programs of one more sequence. SIDE_BY_SIDE above 0, at least
+    the number of groups, joins the parts of a BALANCED batch in any order, with one row a program: faster where parts are many.
+    LAUNCHED_EARLY (programmatic dependent launch) begins while the attention still runs, and waits for it here.
+    """
+    tile, seq = tl.program_id(0), tl.program_id(1)
+    first_column = tl.program_id(2) * COLUMNS
+    row = tile * ROWS + tl.arange(0, ROWS)
+    first_token = tl.load(query_start_loc + seq)
+    first_row = first_token.to(tl.int64) * NUM_HEADS
+    if LAUNCHED_EARLY:
+        gdc_wait()
+    if seq == num_seqs:
+        num_rows = (num_tokens - first_token) * NUM_HEADS
+        for begin in range(tile * ROWS, num_rows, tl.num_programs(0) * ROWS):
+            row = begin + tl.arange(0, ROWS)
+            _clear(out, lse, first_row + row, row < num_rows, first_column, COLUMNS)
+    else:
+        of_seqs = plan + num_groups * 4 + 4 + seq
+        num_keys = tl.load(of_seqs)
+        num_rows = (tl.load(query_start_loc + seq + 1) - first_token) * NUM_HEADS
+        is_row = row < num_rows
+        if num_keys == 0:
+            _clear(out, lse, first_row + row, is_row, first_column, COLUMNS)
+        elif (num_keys > 0) & (tile * ROWS < num_rows):
+            first_group = tl.load(of_seqs + 2 * num_seqs)
+            num_parts = tl.load(of_seqs + 3 * num_seqs) - first_group + 1
+            is_apart = False
+            if BALANCED:
+                # A group has two slots: for the sequence that its share begins with, and for the one that it ends with.
+                is_first = tl.load(plan + first_group * 4) == seq
+                first_slot = 2 * first_group + tl.where(is_first, 0, 1)
+                step = 2
+                second_slot = 2 * first_group + 2
+            else:
+                first_slot = tl.load(of_seqs + num_seqs)
+                second_slot = first_slot + 1
+                step = 1
+                num_tiles = (num_keys + TILE - 1) // TILE
+                is_cut = num_parts > 1
+                piece = tl.where(num_keys > LONG_SEQ, LONG_PIECE, PIECE)
+                num_parts = (num_tiles + piece - 1) // piece
+                if GROUP > 1:
+                    is_apart = tl.load(plan + num_groups * 4) != 0
+                    num_parts = tl.where(is_apart, num_parts, (num_parts + GROUP - 1) // GROUP)
+                    num_parts = tl.where(is_cut, num_parts, 1)  # whole sequences are joined where they are attended
+            if SIDE_BY_SIDE > 0:
+                if num_parts > 1:
+                    _join_side_by_side(
+                        part_out, part_stat, out, lse, first_row, tile, num_parts, first_slot, second_slot, step, rows_per_slot,
+                        first_column, COLUMNS, TOGETHER, SIDE_BY_SIDE,
+                    )  # fmt: skip
+            elif num_parts > 1:
+                columns = first_column + tl.arange(0, COLUMNS)
+                high = tl.full([ROWS], float("-inf"), tl.float32)
+                total = tl.zeros([ROWS], tl.float32)
+                acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+                for first in range(0, num_parts, TOGETHER):
+                    highs = ()
+                    totals = ()
+                    parts = ()
+                    # Parts behind the last are empty, which changes nothing.
+                    for i in tl.static_range(TOGETHER):
+                        part = first + i
+                        slot = tl.where(part == 0, first_slot, second_slot + (part - 1) * step).to(tl.int64)
+                        exists = row < tl.where(part < num_parts, num_rows, 0)
+                        stat = part_stat + slot * 2 * rows_per_slot + row
+                        highs = highs + (tl.load(stat, mask=exists, other=float("-inf")),)
+                        totals = totals + (tl.load(stat + rows_per_slot, mask=exists, other=0.0),)
+                        at = part_out + (slot * rows_per_slot + row)[:, None] * 512 + columns[None, :]
+                        parts = parts + (tl.load(at, mask=exists[:, None], other=0.0),)
+                    if is_apart:
+                        for i in tl.static_range(0, TOGETHER, GROUP):
+                            group_high = highs[i]
+                            group_total = totals[i]
+                            group_acc = parts[i]
+                            for j in tl.static_range(1, GROUP):
+                                group_acc, group_high, group_total = _join(
+                                    group_acc, group_high, group_total, parts[i + j], highs[i + j], totals[i + j], ROWS, COLUMNS
+                                )
+                            acc, high, total = _join(acc, high, total, group_acc, group_high, group_total, ROWS, COLUMNS)
+                    else:
+                        for i in tl.static_range(TOGETHER):
+                            acc, high, total = _join(acc, high, total, parts[i], highs[i], totals[i], ROWS, COLUMNS)
+                total = tl.where(total == 0.0, 1.0, total)  # rows that have seen no key: 0 and -inf
+                acc = acc / total[:, None]
+                at = out + (first_row + row)[:, None] * 512 + columns[None, :]
+                tl.store(at, acc.to(out.dtype.element_ty), mask=is_row[:, None])
+                if first_column == 0:
+                    tl.store(lse + first_row + row, (high + tl.log2(total)) * 0.6931471805599453, mask=is_row)

@@ -1,0 +1,106 @@
+"""What the decode kernels for Hopper share: a program's share of the work, state handed to a neighbour, and joining.
+
+Importing this module imports Triton; `mla.compute.triton_hopper` does so when it launches.
+
+The keys of the batch are one line of tiles, sequence after sequence, and every group of programs takes one stretch of it. A
+sequence is summed in *units*: a unit begins where the sequence's own length says and is summed from left to right without a
+break. Where a stretch ends inside a unit, the program hands its exact float32 state to the next group, which carries on: so
+where stretches end changes no bit.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon  # noqa: TID253  (this module is imported inside the launching function only)
+from triton.experimental.gluon import language as gl  # noqa: TID253
+
+__all__ = ["await_state", "hand_over", "opaque_zero", "plan_of_seqs", "read_share", "stretch", "weights"]
+
+
+@gluon.jit
+def opaque_zero():
+    """A 0 that the compiler cannot see through: addresses made of it are computed where they are used, not kept."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def plan_of_seqs(plan, num_groups, num_seqs):
+    """The plan's four numbers of each sequence: keys, first slot for parts, first and last group that attend it.
+
+    Keys are -1 for a sequence that this launch leaves to another, whose new tokens fit another tile.
+    """
+    at = plan + num_groups * 4 + 4
+    return at, at + num_seqs, at + 2 * num_seqs, at + 3 * num_seqs
+
+
+@gluon.jit
+def read_share(plan, lens, group, unit, TILE: gl.constexpr, BALANCED: gl.constexpr):
+    """A group's share of the tiles, from (first_seq, first_tile) to (last_seq, end_tile), and where its three parts meet.
+
+    The unit that the share's end cuts off comes first, so that its state is there before the neighbour wants it; then the
+    whole units; the unit that the share's start cut off comes last. `unit` is the unit of the first and last sequence, in
+    tiles, as a pair. BALANCED knows no units: all is one part.
+
+    Returns
+    -------
+    tuple of (first_seq, first_tile, whole, last_seq, tail, end_tile)
+        Whole units begin at tile `whole` of the first sequence, the one cut off at the end at tile `tail` of the last.
+    """
+    first_seq = gl.load(plan + group * 4)
+    first_tile = gl.load(plan + group * 4 + 1)
+    last_seq = gl.load(plan + group * 4 + 2)
+    end_tile = gl.load(plan + group * 4 + 3)
+    whole = first_tile
+    tail = end_tile
+    if not BALANCED:
+        first_unit = unit[0]
+        last_unit = unit[1]
+        first_tiles = (gl.load(lens + first_seq) + TILE - 1) // TILE
+        last_tiles = (gl.load(lens + last_seq) + TILE - 1) // TILE
+        whole = gl.minimum((first_tile + first_unit - 1) // first_unit * first_unit, first_tiles)
+        whole = gl.where(first_seq == last_seq, gl.minimum(whole, end_tile), whole)
+        tail = end_tile // last_unit * last_unit
+        tail = gl.where(first_seq == last_seq, gl.maximum(tail, whole), tail)
+        tail = gl.where(end_tile < last_tiles, tail, end_tile)
+    return first_seq, first_tile, whole, last_seq, tail, end_tile
+
+
+@gluon.jit
+def stretch(part, share):
+    """Part 0, 1 or 2 of a share: (first_seq, first_tile, last_seq, end_tile)."""
+    first_seq = gl.where(part == 0, share[3], share[0])
+    first_tile = gl.where(part == 0, share[4], gl.where(part == 1, share[2], share[1]))
+    last_seq = gl.where(part == 2, share[0], share[3])
+    end_tile = gl.where(part == 0, share[5], gl.where(part == 1, share[4], share[2]))
+    return first_seq, first_tile, last_seq, end_tile
+
+
+@gluon.jit
+def await_state(flag):
+    """Wait until the neighbour has handed over, and take the flag down for the next launch."""
+    at = flag.to(gl.int64)
+    seen = gl.inline_asm_elementwise("ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+    while seen == 0:
+        seen = gl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
+        )
+    gl.thread_barrier()
+    gl.store(flag, 0)
+
+
+@gluon.jit
+def hand_over(flag):
+    """Tell the neighbour that all that this group of four warps has stored is there."""
+    gl.thread_barrier()
+    gl.atomic_add(flag, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def weights(high, part_high):
+    """Joining what has been summed with a part: the new maximum, and the factors of either (base 2).
+
+    Joined is ``fma(part, second, summed * first)``, everywhere in this order. Nothing summed yet (-inf, 0) leaves the bits of
+    the part as they are; neither having seen a key stays so.
+    """
+    new_high = gl.maximum(high, part_high)
+    shift = gl.where(new_high == float("-inf"), 0.0, new_high)
+    return new_high, gl.exp2(high - shift), gl.exp2(part_high - shift)
