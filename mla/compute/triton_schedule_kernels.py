@@ -149,11 +149,11 @@ def _join_side_by_side(
     acc = tl.zeros([COLUMNS], tl.float32)
     for first in range(0, num_parts, TOGETHER):
         some = first + tl.arange(0, TOGETHER)
-        slot = tl.where(some == 0, first_slot, second_slot + (some - 1) * step).to(tl.int64)
-        highs = tl.load(part_stat + slot * 2 * rows_per_slot + row, mask=some < num_parts, other=float("-inf"))
-        at = part_out + (slot * rows_per_slot + row)[:, None] * 512 + columns[None, :]
+        place = tl.where(some == 0, first_slot, second_slot + (some - 1) * step).to(tl.int64)
+        own_highs = tl.load(part_stat + place * 2 * rows_per_slot + row, mask=some < num_parts, other=float("-inf"))
+        at = part_out + (place * rows_per_slot + row)[:, None] * 512 + columns[None, :]
         parts = tl.load(at, mask=(some < num_parts)[:, None], other=0.0)
-        acc += tl.sum(parts * tl.exp2(highs - shift)[:, None], 0)
+        acc += tl.sum(parts * tl.exp2(own_highs - shift)[:, None], 0)
     total = tl.where(total == 0.0, 1.0, total)
     tl.store(out + (first_row + row) * 512 + columns, (acc / total).to(out.dtype.element_ty))
     if first_column == 0:
