@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mla.cache.paged import check_gather, check_write
+from mla.compute.triton_launch import OPTIONS
 
 __all__ = ["gather_latent_cache", "write_latent_cache_"]
 
@@ -50,7 +51,7 @@ def write_latent_cache_(latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: to
         write_kernel[(triton.cdiv(num_tokens, ROWS),)](
             latent_cache, kv_c.detach(), k_pe.detach(), slot_mapping, num_tokens, latent_cache.shape[0] * latent_cache.shape[1],
             *kv_c.stride(), *k_pe.stride(), slot_mapping.stride(0),
-            RANK=rank, ROPE=rope, WIDTH_C=_tile(rank), WIDTH_R=_tile(rope), ROWS=ROWS, num_warps=4,
+            RANK=rank, ROPE=rope, WIDTH_C=_tile(rank), WIDTH_R=_tile(rope), ROWS=ROWS, num_warps=4, **OPTIONS,
         )  # fmt: skip
 
 
@@ -90,6 +91,6 @@ def gather_latent_cache(latent_cache: torch.Tensor, slots: torch.Tensor, *, out:
         gather_kernel[(triton.cdiv(num_rows, ROWS),)](
             latent_cache, slots, target, num_rows, latent_cache.shape[0] * latent_cache.shape[1], slots.stride(0),
             *target.stride(), SIZE_A=first, SIZE_B=latent_dim - first, WIDTH_A=first, WIDTH_B=_tile(latent_dim - first),
-            ROWS=ROWS, num_warps=4,
+            ROWS=ROWS, num_warps=4, **OPTIONS,
         )  # fmt: skip
     return target

@@ -20,16 +20,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # noqa: TID253
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from mla.compute.triton_share_kernels import await_state, hand_over, plan_of_seqs, read_share, stretch, weights
+from mla.compute.triton_share_kernels import (
+    await_state,
+    barrier,
+    hand_over,
+    load_box,
+    load_rows,
+    plan_of_seqs,
+    read_share,
+    stretch,
+    view_as,
+    weights,
+)
 
 __all__ = ["attend_few"]
-
-load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its name up to Triton 3.6
 
 
 @gluon.jit
@@ -46,8 +54,8 @@ def _load_boxes(keys, ropes, latent, rope, table, tile, full, stage, BLOCK_SIZE:
     """A tile that lies within one block, by the copy engine."""
     row = gl.load(table + tile // (BLOCK_SIZE // 64)) * BLOCK_SIZE + tile % (BLOCK_SIZE // 64) * 64
     mbarrier.expect(full, 64 * 576 * 2)
-    load_tile(latent, [row, 0], full, keys.index(stage))
-    load_tile(rope, [row, 512], full, ropes.index(stage))
+    load_box(latent, [row, 0], full, keys.index(stage))
+    load_box(rope, [row, 512], full, ropes.index(stage))
 
 
 @gluon.jit
@@ -61,9 +69,9 @@ def _slots(table, tile, num_keys, row, BLOCK_SIZE: gl.constexpr):
 def _load_rows(keys, ropes, latent_cache, slots, rope_slots, stage, WIDE: gl.constexpr, NARROW: gl.constexpr):
     """A tile row by row, wherever its rows lie."""
     columns = gl.arange(0, 512, gl.SliceLayout(0, WIDE))
-    async_copy.async_copy_global_to_shared(keys.index(stage), latent_cache + slots[:, None] * 576 + columns[None, :])
+    load_rows(keys.index(stage), latent_cache + slots[:, None] * 576 + columns[None, :])
     columns = 512 + gl.arange(0, 64, gl.SliceLayout(0, NARROW))
-    async_copy.async_copy_global_to_shared(ropes.index(stage), latent_cache + rope_slots[:, None] * 576 + columns[None, :])
+    load_rows(ropes.index(stage), latent_cache + rope_slots[:, None] * 576 + columns[None, :])
     async_copy.commit_group()
 
 
@@ -156,7 +164,7 @@ def _attend_tiles(
                 chunk = chunks.index(stage * 8 + column)
                 chunk.store(gl.where(exists[:, None], chunk.load(COLUMNS), 0.0).to(chunk.dtype))
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
         new_high = gl.maximum(high, gl.max(scores, 0))
         shift = gl.where(new_high == float("-inf"), 0.0, new_high)
         kept = gl.exp2(high - shift)
@@ -253,7 +261,7 @@ def _attend(
                 at = q + first_row * 576 + 512 + row[:, None] * 576 + column[None, :]
                 q_rope.store(gl.load(at, mask=(row < num_rows)[:, None], other=0.0))
                 fence_async_shared()
-                gl.thread_barrier()
+                barrier()
                 always_visible = num_keys - query_len + 1
                 visible = always_visible + gl.arange(0, ROWS, gl.SliceLayout(0, SCORES)) // NUM_HEADS
                 visible = gl.minimum(visible, num_keys)
@@ -358,10 +366,10 @@ def attend_few(
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = latent.dtype
     chunks = gl.allocate_shared_memory(dtype, [16, 64, 64], SWIZZLED)
-    keys = chunks._reinterpret(dtype, [2, 64, 512], SWIZZLED)
+    keys = view_as(chunks, [2, 64, 512], SWIZZLED)
     ropes = gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLED)
     q_chunks = gl.allocate_shared_memory(dtype, [8, ROWS, 64], SWIZZLED)
-    q_latent = q_chunks._reinterpret(dtype, [ROWS, 512], SWIZZLED)
+    q_latent = view_as(q_chunks, [ROWS, 512], SWIZZLED)
     q_rope = gl.allocate_shared_memory(dtype, [ROWS, 64], SWIZZLED)
     p = gl.allocate_shared_memory(dtype, [ROWS, 64], SWIZZLED)
     joined = gl.allocate_shared_memory(gl.float32, [512, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))

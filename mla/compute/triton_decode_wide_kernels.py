@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # noqa: TID253
 )
 
 from mla.compute.triton_decode_wide_load_kernels import TILE, load_all, seq_in, share_of, unit_of
-from mla.compute.triton_share_kernels import await_state, hand_over, opaque_zero, plan_of_seqs, stretch
+from mla.compute.triton_share_kernels import await_state, barrier, hand_over, opaque_zero, plan_of_seqs, stretch
 
 __all__ = ["attend_wide"]
 
@@ -84,7 +84,7 @@ def _clear_tail(keys, quarter: gl.constexpr, left):
         for i in gl.static_range(quarter, quarter + 2):
             keys.index(i).store(gl.where((rows < left)[:, None], keys.index(i).load(LAYOUT), 0.0))
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
 
 
 @gluon.jit
@@ -176,7 +176,7 @@ def _step_of_second(state, work, phase, tile, MASKED: gl.constexpr, GATHERED: gl
     raw = gl.exp2(scores * scale_log2 - high[:, None])
     weights = raw.to(keys.dtype)
     # Every warp's products with the RoPE columns must be through before weights take their place.
-    gl.thread_barrier()
+    barrier()
     rope_1.store(weights)
     fence_async_shared()
     mbarrier.arrive(ready.index(1))

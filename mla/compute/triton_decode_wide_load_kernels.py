@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon  # noqa: TID253  (this module is imported inside the launching function only)
 from triton.experimental.gluon import language as gl  # noqa: TID253
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma  # noqa: TID253
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier  # noqa: TID253
 
-from mla.compute.triton_share_kernels import plan_of_seqs, read_share, stretch
+from mla.compute.triton_share_kernels import load_box, load_rows, plan_of_seqs, read_share, stretch
 
 __all__ = ["TILE", "load_all", "seq_in", "share_of", "unit_of"]
-
-load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its name up to Triton 3.6
 
 TILE = gl.constexpr(128)
 GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
@@ -55,8 +53,8 @@ def _load_queries(q, q_rope, row, memory, bars, loaded):
     mbarrier.wait(q_empty, (loaded & 1) ^ 1)
     mbarrier.expect(q_full, 64 * 576 * 2)
     for i in gl.static_range(4):
-        load_tile(q, [row, i * 128], q_full, queries.index(i))
-    load_tile(q_rope, [row, 512], q_full, query_rope)
+        load_box(q, [row, i * 128], q_full, queries.index(i))
+    load_box(q_rope, [row, 512], q_full, query_rope)
 
 
 @gluon.jit
@@ -67,9 +65,9 @@ def _load_half(kv, kv_rope, table, key, memory, bars, phase, HALF: gl.constexpr,
     for i in gl.static_range(HALF * 4, HALF * 4 + 4):
         mbarrier.wait(empty.index(i), phase)
         mbarrier.expect(full.index(i), 64 * (192 if i == 3 + HALF * 2 else 128) * 2)
-        load_tile(kv, [row, i % 4 * 128], full.index(i), keys.index(i))
+        load_box(kv, [row, i % 4 * 128], full.index(i), keys.index(i))
         if i == 3 + HALF * 2:
-            load_tile(kv_rope, [row, 512], full.index(i), rope)
+            load_box(kv_rope, [row, 512], full.index(i), rope)
 
 
 @gluon.jit
@@ -87,12 +85,12 @@ def _gather_half(latent_cache, slots, memory, bars, phase, HALF: gl.constexpr):
     for i in gl.static_range(HALF * 4, HALF * 4 + 4):
         rows = latent_cache + slots.to(gl.int64)[:, None] * 576
         mbarrier.wait(empty.index(i), phase)
-        async_copy.async_copy_global_to_shared(keys.index(i), rows + (i % 4 * 128 + columns))
+        load_rows(keys.index(i), rows + (i % 4 * 128 + columns))
         if i == 3 + HALF * 2:
             rope_slots = gl.convert_layout(slots, gl.SliceLayout(1, GATHER_ROPE))
             rope_rows = latent_cache + rope_slots.to(gl.int64)[:, None] * 576
             rope_columns = gl.arange(0, 64, gl.SliceLayout(0, GATHER_ROPE))[None, :]
-            async_copy.async_copy_global_to_shared(rope, rope_rows + (512 + rope_columns))
+            load_rows(rope, rope_rows + (512 + rope_columns))
         async_copy.mbarrier_arrive(full.index(i), increment_count=False)
 
 

@@ -183,7 +183,8 @@ def _join_shape(case: _Case) -> dict[str, int]:
     columns = 64 if rows <= 32 else 128 if rows <= 256 else 256
     if case.balanced:
         most = 1 << (case.num_groups - 1).bit_length()
-        return {"ROWS": 1, "COLUMNS": columns, "TOGETHER": together, "SIDE_BY_SIDE": most, "num_warps": 4}
+        together = 64 if parts > 32 else together
+        return {"ROWS": 1, "COLUMNS": columns, "TOGETHER": together, "SIDE_BY_SIDE": most, "num_warps": 2}
     return {"ROWS": 1, "COLUMNS": columns, "TOGETHER": together, "SIDE_BY_SIDE": 0, "num_warps": 2}
 
 

@@ -16,7 +16,10 @@ import torch
 
 from mla.metadata.records import DecodeMetadata
 
-__all__ = ["Launcher", "RowBoxes", "raw_stream", "rows_side_by_side"]
+__all__ = ["OPTIONS", "Launcher", "RowBoxes", "raw_stream", "rows_side_by_side"]
+
+OPTIONS = {"enable_fp_fusion": True}
+"""Of every launch: products may be fused with the sum that they go into, Triton's default up to 3.9 and not from 3.10 on."""
 
 
 class RowBoxes:
@@ -69,7 +72,7 @@ class Launcher:
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any]) -> None:
         self._kernel = kernel
-        self._constants = dict(constants)
+        self._constants = {**constants, **OPTIONS}
         self._values = tuple(value for name, value in self._constants.items() if name in kernel.arg_names)
         self._compiled: Any = None
         self._run: Any = None

@@ -14,7 +14,7 @@ from types import ModuleType
 import attrs
 import torch
 
-from mla.compute.triton_launch import rows_side_by_side
+from mla.compute.triton_launch import OPTIONS, rows_side_by_side
 from mla.compute.triton_plan import (
     LONG_SEQ,
     MAX_SEQS,
@@ -134,8 +134,9 @@ def _constants(
         "ROPE": tiling.rope,
         "STAGES": tiling.num_stages,
         "num_warps": tiling.num_warps,
+        **OPTIONS,
     }
-    return _Constants(attend=attend, merge={**common, "TOGETHER": MERGE_TOGETHER, "num_warps": MERGE_WARPS})
+    return _Constants(attend=attend, merge={**common, "TOGETHER": MERGE_TOGETHER, "num_warps": MERGE_WARPS, **OPTIONS})
 
 
 def _run(

@@ -18,7 +18,7 @@ import attrs
 import torch
 
 from mla._checks import check_int, check_positive_float, check_tensor, dtype_name
-from mla.compute.triton_launch import Launcher, RowBoxes, raw_stream
+from mla.compute.triton_launch import OPTIONS, Launcher, RowBoxes, raw_stream
 from mla.errors import KernelError
 
 __all__ = ["PrefillRoute", "Tiles", "prefill_route", "tiles_for", "varlen_attention"]
@@ -261,7 +261,7 @@ def _launch_portable(
         CAUSAL=causal, SIZE_A=tiles.sizes[0], SIZE_B=tiles.sizes[1], V_DIM=v_head_dim,
         WIDTH_A=tiles.widths[0], WIDTH_B=tiles.widths[1], WIDTH_V=tiles.v_width,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **OPTIONS,
     )  # fmt: skip
 
 

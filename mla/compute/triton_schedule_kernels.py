@@ -132,11 +132,8 @@ def _join(acc, high, total, part, part_high, part_total, ROWS: tl.constexpr, COL
 
 
 @triton.jit
-def _join_side_by_side(
-    part_out, part_stat, out, lse, first_row, row, num_parts, first_slot, second_slot, step, rows_per_slot, first_column,
-    COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
-    """Join the parts of one row: all weights at once, then TOGETHER parts at a time."""
+def _highest_of_all(part_stat, row, num_parts, first_slot, second_slot, step, rows_per_slot, MOST: tl.constexpr):
+    """The maximum over all parts of a row, and their sum relative to it."""
     part = tl.arange(0, MOST)
     slot = tl.where(part == 0, first_slot, second_slot + (part - 1) * step).to(tl.int64)
     stat = part_stat + slot * 2 * rows_per_slot + row
@@ -144,20 +141,7 @@ def _join_side_by_side(
     totals = tl.load(stat + rows_per_slot, mask=part < num_parts, other=0.0)
     high = tl.max(highs, 0)
     shift = tl.where(high == float("-inf"), 0.0, high)
-    total = tl.sum(totals * tl.exp2(highs - shift), 0)
-    columns = first_column + tl.arange(0, COLUMNS)
-    acc = tl.zeros([COLUMNS], tl.float32)
-    for first in range(0, num_parts, TOGETHER):
-        some = first + tl.arange(0, TOGETHER)
-        place = tl.where(some == 0, first_slot, second_slot + (some - 1) * step).to(tl.int64)
-        own_highs = tl.load(part_stat + place * 2 * rows_per_slot + row, mask=some < num_parts, other=float("-inf"))
-        at = part_out + (place * rows_per_slot + row)[:, None] * 512 + columns[None, :]
-        parts = tl.load(at, mask=(some < num_parts)[:, None], other=0.0)
-        acc += tl.sum(parts * tl.exp2(own_highs - shift)[:, None], 0)
-    total = tl.where(total == 0.0, 1.0, total)
-    tl.store(out + (first_row + row) * 512 + columns, (acc / total).to(out.dtype.element_ty))
-    if first_column == 0:
-        tl.store(lse + first_row + row, (high + tl.log2(total)) * 0.6931471805599453)
+    return high, tl.sum(totals * tl.exp2(highs - shift), 0)
 
 
 @triton.jit
@@ -181,7 +165,8 @@ def join_parts(
 
     A program has ROWS rows and COLUMNS of their 512 columns. Sequences without keys get 0 and -inf; so do the rows of `out`
     behind the last sequence, up to `num_tokens` tokens, by the programs of one more sequence. SIDE_BY_SIDE above 0, at least
-    the number of groups, joins the parts of a BALANCED batch in any order, with one row a program: faster where parts are many.
+    the number of groups, takes the weights of all parts of a BALANCED batch from their highest maximum, with one row a program:
+    faster where parts are many.
     LAUNCHED_EARLY (programmatic dependent launch) begins while the attention still runs, and waits for it here.
     """
     tile, seq = tl.program_id(0), tl.program_id(1)
@@ -225,17 +210,17 @@ def join_parts(
                     is_apart = tl.load(plan + num_groups * 4) != 0
                     num_parts = tl.where(is_apart, num_parts, (num_parts + GROUP - 1) // GROUP)
                     num_parts = tl.where(is_cut, num_parts, 1)  # whole sequences are joined where they are attended
-            if SIDE_BY_SIDE > 0:
-                if num_parts > 1:
-                    _join_side_by_side(
-                        part_out, part_stat, out, lse, first_row, tile, num_parts, first_slot, second_slot, step, rows_per_slot,
-                        first_column, COLUMNS, TOGETHER, SIDE_BY_SIDE,
-                    )  # fmt: skip
-            elif num_parts > 1:
+            if num_parts > 1:
                 columns = first_column + tl.arange(0, COLUMNS)
-                high = tl.full([ROWS], float("-inf"), tl.float32)
+                high = tl.full([ROWS], 0.0 if SIDE_BY_SIDE > 0 else float("-inf"), tl.float32)
                 total = tl.zeros([ROWS], tl.float32)
                 acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+                if SIDE_BY_SIDE > 0:
+                    of_row = _highest_of_all(
+                        part_stat, tile, num_parts, first_slot, second_slot, step, rows_per_slot, SIDE_BY_SIDE
+                    )
+                    high += of_row[0]
+                    total += of_row[1]
                 for first in range(0, num_parts, TOGETHER):
                     highs = ()
                     totals = ()
@@ -250,7 +235,15 @@ def join_parts(
                         totals = totals + (tl.load(stat + rows_per_slot, mask=exists, other=0.0),)
                         at = part_out + (slot * rows_per_slot + row)[:, None] * 512 + columns[None, :]
                         parts = parts + (tl.load(at, mask=exists[:, None], other=0.0),)
-                    if is_apart:
+                    if SIDE_BY_SIDE > 0:
+                        shift = tl.where(high == float("-inf"), 0.0, high)
+                        for i in tl.static_range(TOGETHER):
+                            weight = tl.broadcast_to(tl.exp2(highs[i] - shift)[:, None], [ROWS, COLUMNS])
+                            acc = tl.fma(parts[i], weight, acc)
+                    elif BALANCED or GROUP == 1:
+                        for i in tl.static_range(TOGETHER):
+                            acc, high, total = _join(acc, high, total, parts[i], highs[i], totals[i], ROWS, COLUMNS)
+                    elif is_apart:
                         for i in tl.static_range(0, TOGETHER, GROUP):
                             group_high = highs[i]
                             group_total = totals[i]

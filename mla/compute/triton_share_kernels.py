@@ -12,14 +12,43 @@ from __future__ import annotations
 
 from triton.experimental import gluon  # noqa: TID253  (this module is imported inside the launching function only)
 from triton.experimental.gluon import language as gl  # noqa: TID253
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma  # noqa: TID253
 
-__all__ = ["await_state", "hand_over", "opaque_zero", "plan_of_seqs", "read_share", "stretch", "weights"]
+__all__ = [
+    "await_state",
+    "barrier",
+    "hand_over",
+    "load_box",
+    "load_rows",
+    "opaque_zero",
+    "plan_of_seqs",
+    "read_share",
+    "stretch",
+    "view_as",
+    "weights",
+]
+
+# Names up to Triton 3.6, and after.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+load_rows = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
 def opaque_zero():
     """A 0 that the compiler cannot see through: addresses made of it are computed where they are used, not kept."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def view_as(memory, shape: gl.constexpr, LAYOUT: gl.constexpr):
+    """Shared memory seen in another shape, chunks of 64 columns one after the other."""
+    if REINTERPRETS:  # noqa: SIM108  (one of the two does not compile)
+        seen = memory.reinterpret(memory.dtype, shape, LAYOUT)
+    else:
+        seen = memory._reinterpret(memory.dtype, shape, LAYOUT)
+    return seen
 
 
 @gluon.jit
@@ -83,14 +112,14 @@ def await_state(flag):
         seen = gl.inline_asm_elementwise(
             "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
         )
-    gl.thread_barrier()
+    barrier()
     gl.store(flag, 0)
 
 
 @gluon.jit
 def hand_over(flag):
     """Tell the neighbour that all that this group of four warps has stored is there."""
-    gl.thread_barrier()
+    barrier()
     gl.atomic_add(flag, 1, sem="release", scope="gpu")
 
 
