@@ -133,6 +133,34 @@ def _call(
     )
 
 
+@attrs.define(kw_only=True)
+class PlannedCall:
+    """A layer's call with the step's plan: one that was made before, and in a graph one that the graph makes first.
+
+    Parameters
+    ----------
+    kernels : KernelSet
+        Whose call it is.
+    inputs : DecodeInputs
+        Its arguments.
+    plan : Plan or None
+        Made before.
+    """
+
+    kernels: KernelSet
+    inputs: DecodeInputs
+    plan: Plan | None
+    _captured: Plan | None = None
+
+    def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run it."""
+        if self.plan is None or self.inputs.q.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return _call(self.kernels, self.inputs, self.plan)
+        if self._captured is None:
+            self._captured = self.kernels.make_plan(self.inputs.metadata)
+        return _call(self.kernels, self.inputs, self._captured)
+
+
 def first_calls(settings: Settings, wanted: Sequence[shapes.GpuShape]) -> None:
     """Compile what these shapes need, and leave it in the cache of compiled kernels."""
     for shape in wanted:
@@ -225,7 +253,9 @@ def measure_decode(settings: Settings) -> list[Row]:
             settings.measure_ceilings()
         progress(f"decode {shape.name}")
         inputs = shapes.decode_inputs(shape, settings.device)
-        functions = {kernels.name: partial(_call, kernels, inputs, kernels.plan(inputs.metadata)) for kernels in sets}
+        functions = {
+            kernels.name: PlannedCall(kernels=kernels, inputs=inputs, plan=kernels.plan(inputs.metadata)) for kernels in sets
+        }
         times = settings.clock.alternate(functions)
         work = {"bytes": shape.bytes, "key_bytes": shape.key_bytes, "flops": shape.flops}
         case = _decode_case("decode", shape, settings, l2_warm=shape.key_bytes < 2 * L2_BYTES, **work)
@@ -281,7 +311,7 @@ def measure_plan(settings: Settings) -> list[Row]:
                 plan = kernels.make_plan(inputs.metadata)
                 if plan is not None and kernels.name != PORTABLE:
                     functions[f"{kernels.name} with"] = partial(_plan_and_call, kernels, inputs)
-                    functions[f"{kernels.name} without"] = partial(_call, kernels, inputs, plan)
+                    functions[f"{kernels.name} without"] = PlannedCall(kernels=kernels, inputs=inputs, plan=plan)
             if not functions:
                 continue
             progress(f"plan {shape.name}")

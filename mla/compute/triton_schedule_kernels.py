@@ -84,7 +84,8 @@ def plan_shares(
             even = (step + PIECE - 1) // PIECE * PIECE
             step = tl.where(even * 20 <= step * 21, even, step)
     slack = tl.where(step > 8, step // 28, 0)
-    is_stepped = (step > share) | (step % PIECE == 0)
+    # Groups without a tile come last: the parts of a BALANCED sequence are those of neighbours.
+    is_stepped = (step > share) | (step % PIECE == 0) | (total < num_groups)
     first = group.to(tl.int64)
     start = tl.where(is_stepped, first * step, first * total // num_groups)
     stop = tl.where(is_stepped, (first + 1) * step, (first + 1) * total // num_groups)
