@@ -19,10 +19,19 @@ import pytest
 import torch
 from batches import Row, row_groups, shuffled_tables
 from compare import LSE_ABS, OUT_REL, assert_close
-from triton_here import needs_interpreter
+from triton_here import HAS_TRITON, needs_interpreter
 
-from mla import DecodeGraphState, build_metadata
-from mla.compute import reference, triton_decode, triton_plan, triton_portable
+from mla import DecodeGraphState, MLADims, RopeSpec, build_metadata
+from mla.compute import (
+    explain,
+    kernel_set,
+    reference,
+    triton_decode,
+    triton_hopper,
+    triton_plan,
+    triton_portable,
+    triton_prefill,
+)
 from mla.errors import CacheError, KernelError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -326,6 +335,80 @@ def test_refusals():
         triton_decode.paged_decode(
             case.q, case.latent_cache, case.metadata, kv_lora_rank=16, softmax_scale=SCALE, plan=object()
         )
+
+
+def test_a_plan_serves_its_own_record_and_set(monkeypatch):
+    case = step_of(sequences([(5, 1)], 3, 24, torch.float16), where="cpu", kv_lora_rank=16, block_size=4)
+    other = attrs.evolve(case.metadata)
+    captured = triton_hopper.HopperPlan(metadata=case.metadata, balanced=False, captured=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for plan, message in (
+        (triton_decode.make_balanced_plan(case.metadata), "expected what this kernel set's plan.. returns, got HopperPlan"),
+        (triton_decode.make_plan(other), "expected the plan of this record, got that of another one"),
+        (captured, "expected a plan made outside of graph capture, got one that is part of a graph"),
+    ):
+        with pytest.raises(KernelError, match=f"^plan: {message}"):
+            triton_decode.paged_decode(
+                case.q, case.latent_cache, case.metadata, kv_lora_rank=16, softmax_scale=SCALE, plan=plan
+            )
+    with pytest.raises(KernelError, match=r"^metadata: expected DecodeMetadata, got None"):
+        triton_decode.make_plan(None)
+
+
+@pytest.fixture
+def a_gpu_of(monkeypatch):
+    """Make routes believe in a GPU of some compute capability."""
+    caches = triton_decode.decode_route, triton_prefill.prefill_route
+
+    def set_capability(major, minor):
+        for cache in caches:
+            cache.cache_clear()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+
+    yield set_capability
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_routes_depend_on_device_widths_and_dtypes_only(a_gpu_of):
+    cuda, bf16, f16, f32 = torch.device("cuda", 0), torch.bfloat16, torch.float16, torch.float32
+    for capability, kind, name, reason in (
+        ((9, 0), (bf16, bf16, 512, 576, cuda), "hopper", "compute capability 9.0"),
+        ((9, 0), (f16, f16, 512, 576, cuda), "hopper", "compute capability 9.0"),
+        ((9, 0), (bf16, f16, 512, 576, cuda), "portable", "not bfloat16 and float16"),
+        ((9, 0), (f32, f32, 512, 576, cuda), "portable", "not float32 and float32"),
+        ((9, 0), (bf16, bf16, 256, 320, cuda), "portable", "not 256 of 320"),
+        ((8, 9), (bf16, bf16, 512, 576, cuda), "portable", "8.9 is not Hopper's 9.0"),
+        ((10, 0), (bf16, bf16, 512, 576, cuda), "portable", "10.0 is not Hopper's 9.0"),
+        ((9, 0), (bf16, bf16, 512, 576, torch.device("cpu")), "portable", "cpu is not an NVIDIA GPU"),
+    ):
+        a_gpu_of(*capability)
+        route = triton_decode.decode_route(*kind)
+        assert route.name == name
+        assert reason in route.reason
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton: pip install 'mla[triton]'")
+def test_explain_says_which_kernels_and_why(a_gpu_of):
+    def dims(num_heads):
+        return MLADims(
+            num_heads=num_heads, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+            rope=RopeSpec(dim=64, interleaved=True),
+        )  # fmt: skip
+
+    def said(name, num_heads):
+        return explain(kernel_set(name), dims=dims(num_heads), dtype=torch.bfloat16)
+
+    a_gpu_of(9, 0)
+    assert "decode by the kernel for up to 16 rows with up to 2 new tokens a sequence" in said("TRITON_MLA", 8)
+    assert "decode by the kernel for 64 rows, for a token has more than 16" in said("TRITON_MLA_BALANCED", 128)
+    assert "decode by the portable kernel, as asked for; prefill by the hopper kernel" in said("TRITON_MLA_PORTABLE", 16)
+    a_gpu_of(8, 0)
+    assert "decode by the portable kernel, because compute capability 8.0 is not Hopper's 9.0" in said("TRITON_MLA", 16)
+    assert "bits depend on the batch" in said("TRITON_MLA_BALANCED", 16)
+    assert "bits do not depend on the batch" in said("TRITON_MLA", 16)
 
 
 def test_a_missing_triton_is_named(monkeypatch):

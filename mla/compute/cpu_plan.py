@@ -22,7 +22,7 @@ import torch
 from mla.errors import KernelError
 from mla.metadata.records import DecodeMetadata
 
-__all__ = ["LONGEST_PIECE", "UNIT", "DecodeGroup", "DecodeItem", "DecodeMerge", "DecodePlan", "make_plan"]
+__all__ = ["LONGEST_PIECE", "UNIT", "DecodeGroup", "DecodeItem", "DecodeMerge", "DecodePlan", "PlannedPiece", "make_plan"]
 
 LONGEST_PIECE = 512
 """Keys of a piece at most: with AMX, sums of more than about 800 products change bits with the number of threads."""
@@ -110,6 +110,26 @@ class DecodeGroup:
     merges: tuple[DecodeMerge, ...]
 
 
+@attrs.frozen(kw_only=True)
+class PlannedPiece:
+    """One piece of one sequence.
+
+    Parameters
+    ----------
+    seq : int
+        Sequence of the record that was planned.
+    begin, end : int
+        Its keys are ``begin .. end - 1``; equal where rounding left a piece without keys.
+    item : int
+        Pieces with the same number are worked on together.
+    """
+
+    seq: int
+    begin: int
+    end: int
+    item: int
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class DecodePlan:
     """What `paged_decode` derives from the metadata alone: made once a step, the same for all layers.
@@ -131,6 +151,29 @@ class DecodePlan:
     block_size: int
     unit: int
     groups: tuple[DecodeGroup, ...]
+
+    def work(self) -> tuple[PlannedPiece, ...]:
+        """Every piece, by sequence and key range: to look at a plan, nothing computes with it. Reads the plan's values."""
+        starts, lens = self.metadata.query_start_loc.cpu(), self.metadata.seq_lens.tolist()
+        pieces = []
+        first_item = 0
+        for group in self.groups:
+            tokens = group.tokens.view(group.num_seqs, group.query_len)[:, 0].cpu()
+            # The last of several equal starts: padded sequences repeat them.
+            seqs = iter((torch.searchsorted(starts, tokens, right=True) - 1).tolist())
+            item_of = [first_item + i for i, item in enumerate(group.items) for _ in range(item.num_pieces)]
+            piece_lens = [item.piece_len for item in group.items for _ in range(item.num_pieces)]
+            for merge in group.merges:
+                count = merge.num_seqs * merge.num_pieces
+                order = list(range(count)) if merge.pieces is None else merge.pieces.tolist()
+                for first in range(0, count, merge.num_pieces):
+                    seq = next(seqs)
+                    for i, piece in enumerate(order[first : first + merge.num_pieces]):
+                        begin = min(i * piece_lens[piece], lens[seq])
+                        end = min(begin + piece_lens[piece], lens[seq])
+                        pieces.append(PlannedPiece(seq=seq, begin=begin, end=end, item=item_of[piece]))
+            first_item += len(group.items)
+        return tuple(pieces)
 
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]

@@ -18,7 +18,7 @@ __all__ = ["TILE", "load_all", "seq_in", "share_of", "unit_of"]
 
 TILE = gl.constexpr(128)
 GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-GATHER_ROPE = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+GATHER_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
@@ -71,24 +71,24 @@ def _load_half(kv, kv_rope, table, key, memory, bars, phase, HALF: gl.constexpr,
 
 
 @gluon.jit
-def _slots(table, key, last, BLOCK_SIZE: gl.constexpr):
-    """Where the rows of 64 keys from `key` on lie; keys behind the last are the last."""
-    keys = gl.minimum(key + gl.arange(0, 64, gl.SliceLayout(1, GATHER)), last)
-    return gl.load(table + keys // BLOCK_SIZE) * BLOCK_SIZE + keys % BLOCK_SIZE
+def _pointers(latent_cache, table, key, last, BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where the rows of 64 keys from `key` on begin; keys behind the last are the last."""
+    keys = gl.minimum(key + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), last)
+    rows = gl.load(table + keys // BLOCK_SIZE) * BLOCK_SIZE + keys % BLOCK_SIZE
+    return latent_cache + rows.to(gl.int64) * 576
 
 
 @gluon.jit
-def _gather_half(latent_cache, slots, memory, bars, phase, HALF: gl.constexpr):
+def _gather_half(latent_cache, table, key, last, memory, bars, phase, HALF: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     """Fetch 64 keys row by row. The barrier of a quarter completes when the copies of all threads have landed."""
     keys, rope, full, empty = memory[2], memory[3 + HALF], bars[0], bars[1]
+    rows = _pointers(latent_cache, table, key, last, BLOCK_SIZE, GATHER)[:, None]
     columns = gl.arange(0, 128, gl.SliceLayout(0, GATHER))[None, :]
     for i in gl.static_range(HALF * 4, HALF * 4 + 4):
-        rows = latent_cache + slots.to(gl.int64)[:, None] * 576
         mbarrier.wait(empty.index(i), phase)
         load_rows(keys.index(i), rows + (i % 4 * 128 + columns))
         if i == 3 + HALF * 2:
-            rope_slots = gl.convert_layout(slots, gl.SliceLayout(1, GATHER_ROPE))
-            rope_rows = latent_cache + rope_slots.to(gl.int64)[:, None] * 576
+            rope_rows = _pointers(latent_cache, table, key, last, BLOCK_SIZE, GATHER_ROPE)[:, None]
             rope_columns = gl.arange(0, 64, gl.SliceLayout(0, GATHER_ROPE))[None, :]
             load_rows(rope, rope_rows + (512 + rope_columns))
         async_copy.mbarrier_arrive(full.index(i), increment_count=False)
@@ -113,8 +113,6 @@ def load_all(
             if start < end:
                 _load_queries(q, q_rope, first_row + row, memory, bars, loaded)
                 loaded += 1
-            if BLOCK_SIZE % 64 != 0:
-                slots = _slots(table, start * TILE, num_keys - 1, BLOCK_SIZE)
             for tile in range(start, end):
                 if BLOCK_SIZE % 64 == 0:
                     # The second half of the last tile may begin behind the last key: any block does, its rows are zeroed.
@@ -122,9 +120,6 @@ def load_all(
                     _load_half(kv, kv_rope, table, tile * TILE, memory, bars, phase, 0, BLOCK_SIZE)
                     _load_half(kv, kv_rope, table, second, memory, bars, phase, 1, BLOCK_SIZE)
                 else:
-                    # Slots are looked up a half before they are wanted, while buffers are waited for.
-                    next_slots = _slots(table, tile * TILE + 64, num_keys - 1, BLOCK_SIZE)
-                    _gather_half(latent_cache, slots, memory, bars, phase, 0)
-                    slots = _slots(table, tile * TILE + TILE, num_keys - 1, BLOCK_SIZE)
-                    _gather_half(latent_cache, next_slots, memory, bars, phase, 1)
+                    _gather_half(latent_cache, table, tile * TILE, num_keys - 1, memory, bars, phase, 0, BLOCK_SIZE)
+                    _gather_half(latent_cache, table, tile * TILE + 64, num_keys - 1, memory, bars, phase, 1, BLOCK_SIZE)
                 phase ^= 1
