@@ -5,9 +5,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 IPEX_VENV := .venv-ipex
 IPEX_BIN  := $(IPEX_VENV)/bin
-SOURCES := $(shell find mla -name '*.py') mla/py.typed pyproject.toml constraints.txt README.md
+SOURCES := $(shell find mla -name '*.py' -o -path 'mla/golden/*' -type f -not -name '*.pyc') pytest_mla.py mla/py.typed pyproject.toml constraints.txt README.md
 
-.PHONY: demo test test-ipex bench clean
+.PHONY: docs demo test test-ipex bench clean
 demo: $(VENV)/demo.stamp
 	$(BIN)/python examples/generate.py
 
@@ -19,6 +19,10 @@ test: $(VENV)/test.stamp
 test-ipex: $(IPEX_VENV)/test.stamp
 	$(IPEX_BIN)/pytest -m "not ipex" --deselect tests/test_static.py::test_source_tree_is_clean
 	$(IPEX_BIN)/pytest -m ipex tests/test_ipex.py
+
+# The API reference in build/docs; fails on a dead link.
+docs: $(VENV)/test.stamp
+	$(BIN)/python docs/build.py build/docs
 
 bench: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/bench_build.py

@@ -5,7 +5,7 @@ Every message has the form ``field: expected ..., got ...`` and is raised before
 
 from __future__ import annotations
 
-__all__ = ["CacheError", "DimsError", "KernelError", "MLAError", "MetadataError", "WeightsError"]
+__all__ = ["CacheError", "DimsError", "GoldenError", "KernelError", "MLAError", "MetadataError", "WeightsError"]
 
 
 class MLAError(ValueError):
@@ -26,6 +26,10 @@ class CacheError(MLAError):
 
 class KernelError(MLAError):
     """Inputs that a kernel cannot take, or a kernel set that does not exist here."""
+
+
+class GoldenError(MLAError):
+    """JSON, a golden case or a bundle that is damaged or does not fit."""
 
 
 class WeightsError(MLAError):

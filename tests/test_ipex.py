@@ -27,6 +27,7 @@ from mla import (
     YarnSpec,
     build_metadata,
     decode_group,
+    golden,
     kernel_set,
     kernels_for,
     mla_attention,
@@ -99,6 +100,13 @@ def kernels(installed):
     made = ipex.kernel_set_of(installed)
     assert (made.name, made.device_types, made.dtypes, made.page_size) == ("CPU_MLA_IPEX", ("cpu",), (BF16,), None)
     return made
+
+
+def test_the_shipped_golden_bundles_hold(kernels):
+    report = golden.check(kernels)
+    assert report.passed, report
+    passed = {result.bundle for result in report.results if result.status == "passed"}
+    assert passed == {path.name for path in golden.find_bundles() if "_bf16_" in path.name}
 
 
 def run_python(script, *arguments, **environment):
