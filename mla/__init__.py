@@ -21,6 +21,8 @@ from mla.metadata import (
     prompt_group,
     validate_metadata_values,
 )
+from mla.module import MLAAttention
+from mla.pytrees import register_pytrees
 from mla.state import DecodeGraphState
 from mla.weights import MLAWeights
 
@@ -34,6 +36,7 @@ __all__ = [
     "KernelError",
     "KernelSet",
     "LatentCacheSpec",
+    "MLAAttention",
     "MLADims",
     "MLAError",
     "MLAMetadata",
@@ -55,6 +58,7 @@ __all__ = [
     "load_weights",
     "mla_attention",
     "prompt_group",
+    "register_pytrees",
     "rope_table",
     "validate_metadata_values",
     "weights_from_state_dict",
