@@ -87,7 +87,7 @@ def _measure_axis(axis: str, settings: Settings) -> list[Row]:
 
 def plot_cost(rows: list[Row], path: Path) -> None:
     """Both curves with their fits."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  (only who plots needs it)
+    from matplotlib.figure import Figure  # only who plots needs it
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axis, axes in zip(AXES, figure.subplots(1, 2), strict=True):

@@ -14,6 +14,7 @@ import attrs
 
 from mla._checks import as_items, check_int, named_fields
 from mla.errors import CacheError
+from mla.metadata.show import Shown, Table, runs
 
 __all__ = ["BlockPool", "SequenceBlocks"]
 
@@ -63,7 +64,7 @@ def _digest(parent: bytes, token_ids: tuple[int, ...]) -> bytes:
 
 @named_fields(CacheError)
 @attrs.frozen(kw_only=True, eq=False)
-class BlockPool:
+class BlockPool(Shown):
     """Blocks of a cache, shared by sequences; full blocks are found again by their tokens.
 
     Parameters
@@ -136,6 +137,18 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that can be given away."""
         return len(self.free_order)
+
+    def _tables(self) -> list[Table]:
+        shared, known = sum(n > 1 for n in self.holders), sum(block in self.digest_of for block in self.free_order)
+        title = (
+            f"BlockPool: {self.num_blocks} blocks of {self.block_size} tokens, {self.num_free} free "
+            f"({known} of them with known tokens), {shared} shared"
+        )
+        rows = [
+            (name, len(s.token_ids), s.num_computed, s.num_reused, s.num_new, runs(s.block_ids))
+            for name, s in self.sequences.items()
+        ]
+        return [Table(title=title, columns=("seq_id", "tokens", "computed", "reused", "new", "block_ids"), rows=tuple(rows))]
 
     def allocate(self, seq_id: Hashable, token_ids: Iterable[int], *, lookahead: int = 0) -> BlockPool:
         """Admit a sequence: full blocks that the pool knows are shared, the rest is taken from the free ones.

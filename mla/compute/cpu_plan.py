@@ -158,7 +158,7 @@ class DecodePlan:
         pieces = []
         first_item = 0
         for group in self.groups:
-            tokens = group.tokens.view(group.num_seqs, group.query_len)[:, 0].cpu()
+            tokens = group.tokens[:: group.query_len].cpu().contiguous()
             # The last of several equal starts: padded sequences repeat them.
             seqs = iter((torch.searchsorted(starts, tokens, right=True) - 1).tolist())
             item_of = [first_item + i for i, item in enumerate(group.items) for _ in range(item.num_pieces)]

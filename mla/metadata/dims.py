@@ -9,6 +9,7 @@ import attrs
 
 from mla._checks import check_int, check_positive_float, named_fields
 from mla.errors import DimsError
+from mla.metadata.show import Shown
 
 __all__ = ["MLADims", "RopeSpec", "YarnSpec", "yarn_mscale"]
 
@@ -42,7 +43,7 @@ def _not_negative(_: object, attribute: attrs.Attribute[float], value: float) ->
 
 @named_fields(DimsError)
 @attrs.frozen(kw_only=True)
-class YarnSpec:
+class YarnSpec(Shown):
     """Numbers of the YaRN context extension, named as in the model configs.
 
     Parameters
@@ -89,7 +90,7 @@ class YarnSpec:
 
 @named_fields(DimsError)
 @attrs.frozen(kw_only=True)
-class RopeSpec:
+class RopeSpec(Shown):
     """Rotary position embedding of the `qk_rope_head_dim` columns.
 
     Parameters
@@ -137,7 +138,7 @@ class RopeSpec:
 
 @named_fields(DimsError)
 @attrs.frozen(kw_only=True)
-class MLADims:
+class MLADims(Shown):
     """Dimensions of one Multi-head Latent Attention layer, named as in the model configs.
 
     Parameters

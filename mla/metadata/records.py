@@ -14,6 +14,7 @@ import torch
 
 from mla._checks import check_instance, check_int, check_record, check_tensor, describe, named_fields, tensor
 from mla.errors import MetadataError
+from mla.metadata.show import Shown
 
 __all__ = ["ContextChunk", "DecodeMetadata", "MLAMetadata", "PagedKV", "PrefillMetadata"]
 
@@ -32,7 +33,7 @@ def _map_tensors(record: Any, function: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class _Record:
+class _Record(Shown):
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The same record with every tensor on `device`."""
         moved: Self = _map_tensors(self, lambda t: t.to(device, non_blocking=non_blocking))
