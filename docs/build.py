@@ -8,6 +8,7 @@ Exit code 1 and a list where a link leads nowhere. Links to other sites are not 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import pkgutil
 import re
@@ -62,7 +63,9 @@ def build(folder: Path) -> None:
     import pdoc.render  # noqa: PLC0415
 
     pdoc.render.configure(docformat="numpy", math=False, show_source=True)
-    pdoc.pdoc(*modules(), output_directory=folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.chdir(folder):  # pdoc takes a folder of the package's name for the package
+        pdoc.pdoc(*modules(), output_directory=folder)
     for path in folder.rglob("*.html"):  # private bases have no entries to lead to
         path.write_text(TO_PRIVATE.sub(r"\1", path.read_text()))
     here = str(Path(importlib.import_module("mla").__path__[0]).parent)
@@ -127,7 +130,7 @@ def main() -> int:
     """Build and check; 1 if a link is dead."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+    folder = parser.parse_args().folder.resolve()
     build(folder)
     dead = [*dead_links(folder), *(line for path in TEXTS for line in dead_in_text(path))]
     sys.stdout.write(

@@ -12,7 +12,7 @@ import json
 import math
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import attrs
 import numpy as np
@@ -244,7 +244,8 @@ def fields_from_json(cls: type[T], data: object, path: str) -> T:
     try:
         return cls(**values)
     except MLAError as reason:
-        raise GoldenError(f"{path}.{reason}") from reason
+        message = f"{path}.{reason}"
+        raise GoldenError(message) from reason
 
 
 def _short(value: object) -> str:
@@ -252,10 +253,10 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _wrong(path: str, expected: str, value: object) -> GoldenError:
+def _refuse(path: str, expected: str, value: object) -> NoReturn:
     # `repr` of a long list or of a tensor is longer than a message should be.
     got = describe(value) if isinstance(value, (torch.Tensor, np.ndarray, tuple)) else _short(value)
-    return GoldenError(f"{path}: expected {expected}, got {got}")
+    raise GoldenError(f"{path}: expected {expected}, got {got}")
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
@@ -294,7 +295,7 @@ def _encode(value: Any, hint: Any, path: str) -> Any:
     if item is None:
         return ENCODE[_kind(kind)](value, kind, path)
     if not isinstance(value, tuple):
-        raise _wrong(path, "a tuple", value)
+        _refuse(path, "a tuple", value)
     return [_encode(each, item, f"{path}[{i}]") for i, each in enumerate(value)]
 
 
@@ -306,7 +307,7 @@ def _decode(data: Any, hint: Any, path: str) -> Any:
     if item is None:
         return DECODE[_kind(kind)](data, kind, path)
     if not isinstance(data, list):
-        raise _wrong(path, "a list", data)
+        _refuse(path, "a list", data)
     return tuple(_decode(each, item, f"{path}[{i}]") for i, each in enumerate(data))
 
 
@@ -324,13 +325,13 @@ def _blocks_from_json(data: Any, _: Any, path: str) -> Any:
 
 def _dtype_from_json(data: Any, _: Any, path: str) -> torch.dtype:
     if not isinstance(data, str) or data not in DTYPES:
-        raise _wrong(path, f"one of {', '.join(DTYPES)}", data)
+        _refuse(path, f"one of {', '.join(DTYPES)}", data)
     return DTYPES[data]
 
 
 def _instance(value: Any, kind: type, path: str) -> Any:
     if not isinstance(value, kind):
-        raise _wrong(path, {"dict": "an object", "list": "a list"}.get(kind.__name__, kind.__name__), value)
+        _refuse(path, {"dict": "an object", "list": "a list"}.get(kind.__name__, kind.__name__), value)
     return value
 
 
@@ -342,12 +343,12 @@ def _scalar(value: Any, kind: Any, path: str) -> Any:
         return _int(value, path, "a finite number")
     if kind in (bool, str) and isinstance(value, kind):
         return value
-    raise _wrong(path, getattr(kind, "__name__", str(kind)), value)
+    _refuse(path, getattr(kind, "__name__", str(kind)), value)
 
 
 def _int(value: Any, path: str, expected: str = "an integer of 64 bits") -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not -(2**63) <= int(value) < 2**63:
-        raise _wrong(path, expected, value)
+        _refuse(path, expected, value)
     return int(value)
 
 
@@ -356,7 +357,7 @@ def _plain(value: Any, path: str) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise _wrong(path, "keys that are strings", key)
+                _refuse(path, "keys that are strings", key)
         return {key: _plain(each, f"{path}.{key}") for key, each in value.items()}
     if isinstance(value, list):
         return [_plain(each, f"{path}[{i}]") for i, each in enumerate(value)]
@@ -366,7 +367,7 @@ def _plain(value: Any, path: str) -> Any:
         return _int(value, path)
     if isinstance(value, float) and math.isfinite(value):
         return value
-    raise _wrong(path, "JSON values (object, list, string, finite number, true, false or null)", value)
+    _refuse(path, "JSON values (object, list, string, finite number, true, false or null)", value)
 
 
 def _array_to_json(array: IntArray, path: str) -> dict[str, Any]:
@@ -377,21 +378,21 @@ def _array_to_json(array: IntArray, path: str) -> dict[str, Any]:
 
 def _array_from_json(data: Any, path: str) -> IntArray:
     if not isinstance(data, dict) or set(data) != ARRAY_FIELDS:
-        raise _wrong(path, "an object of dtype, shape and data", data)
+        _refuse(path, "an object of dtype, shape and data", data)
     dtype, shape, values = data["dtype"], data["shape"], data["data"]
     if not isinstance(dtype, str) or dtype not in INT_DTYPES:
-        raise _wrong(f"{path}.dtype", f"one of {', '.join(INT_DTYPES)}", dtype)
+        _refuse(f"{path}.dtype", f"one of {', '.join(INT_DTYPES)}", dtype)
     # An empty array may have any other size: it is limited too.
     sizes = shape if isinstance(shape, list) and all(type(size) is int and 0 <= size < MAX_SIZE for size in shape) else None
     if sizes is None or len(sizes) not in (1, 2):
-        raise _wrong(f"{path}.shape", f"one or two integers in 0..{MAX_SIZE - 1}", shape)
+        _refuse(f"{path}.shape", f"one or two integers in 0..{MAX_SIZE - 1}", shape)
     if not isinstance(values, list) or len(values) != math.prod(sizes):
         got = f"{len(values)} of them" if isinstance(values, list) else _short(values)
         raise GoldenError(f"{path}.data: expected {math.prod(sizes)} integers for shape {tuple(sizes)}, got {got}")
     limits = np.iinfo(dtype)
     for i, value in enumerate(values):
         if type(value) is not int or not limits.min <= value <= limits.max:
-            raise _wrong(f"{path}.data[{i}]", f"an integer of {dtype}", value)
+            _refuse(f"{path}.data[{i}]", f"an integer of {dtype}", value)
     return np.array(values, dtype=dtype).reshape(sizes)
 
 

@@ -264,7 +264,7 @@ def test_a_wrong_kernel_records_nothing(tmp_path):
 
     with pytest.raises(GoldenError, match=f"case {ONE}: expected results of MINE to keep, got lse: .*base 2"):
         golden.record(load_bundle(SHIPPED[ONE]).case, attrs.evolve(right, name="MINE", paged_decode=base_2))
-    with pytest.raises(GoldenError, match=f"case {ONE}: expected one that REFERENCE runs, got: .*dtype: expected float64"):
+    with pytest.raises(GoldenError, match=f"case {ONE}: expected one that REFERENCE runs, got .*dtype: expected float64"):
         golden.record(load_bundle(SHIPPED[ONE]).case, "REFERENCE")
 
 

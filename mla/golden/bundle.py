@@ -229,7 +229,8 @@ def load_bundle(folder: Path | str) -> Bundle:
     try:
         return _load(root)
     except GoldenError as reason:
-        raise GoldenError(f"bundle {root.name[:80]}: {reason}") from reason
+        message = f"bundle {root.name[:80]}: {reason}"
+        raise GoldenError(message) from reason
 
 
 def _load(root: Path) -> Bundle:
@@ -243,7 +244,8 @@ def _load(root: Path) -> Bundle:
         case = case.placed()
         make_metadata(case)
     except MLAError as reason:
-        raise GoldenError(f"{CASE}.{reason}") from reason
+        message = f"{CASE}.{reason}"
+        raise GoldenError(message) from reason
     if root.resolve().name != case.name:
         raise GoldenError(f"{CASE}.name: expected {root.resolve().name!r}, the name of its folder, got {case.name!r}")
     shape, dtype = case.out_shape, case.dtype

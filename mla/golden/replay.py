@@ -99,7 +99,7 @@ def record(
         return bundle
     reason = explain(kernels, dims=case.dims, dtype=case.dtype)
     if not reason.startswith(f"{kernels.name} runs"):
-        raise GoldenError(f"case {case.name}: expected one that {kernels.name} runs, got: {reason}")
+        raise GoldenError(f"case {case.name}: expected one that {kernels.name} runs, got {reason}")
     got_out, got_lse, _ = run_case(case, inputs.to(device=where), kernels)
     bundle = attrs.evolve(bundle, recorded_out=got_out, recorded_lse=got_lse)
     result = check_bundle(bundle, kernels, device=where, exact="never")

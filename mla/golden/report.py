@@ -99,7 +99,7 @@ class Report:
             With the whole table.
         """
         if not self.passed:
-            raise GoldenError(f"kernels: expected {self.kernels} to agree with every bundle, got\n{self}")
+            raise GoldenError(f"kernels: expected {self.kernels} to agree with every bundle, got this:\n{self}")
 
     def write_junit(self, path: Path | str) -> None:
         """Write the results as JUnit XML, one test case for each bundle.
