@@ -495,6 +495,8 @@ def test_steps_that_cannot_run_are_refused_by_name():
     longer = torch.cat([mask, mask[:, -1:]], 1)
     other = longer.clone()
     other[0, 0] = 1
+    offloading = transformers.DynamicCache(config=model.config)
+    offloading.offloading = True  # one that is made so makes a stream, which a CUDA build of torch refuses without a GPU
     for error, message, options in (
         (CacheError, "cache: expected 2 sequences, got 1", {"input_ids": ids[:1, :1], "cache": cache}),
         (
