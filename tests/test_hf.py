@@ -524,7 +524,7 @@ def test_steps_that_cannot_run_are_refused_by_name():
         (
             CacheError,
             "got a offloading DynamicCache",
-            {"cache": transformers.DynamicCache(config=model.config, offloading=True)},
+            {"cache": offloading},
         ),
     ):
         with torch.no_grad(), pytest.raises(error, match=message):
