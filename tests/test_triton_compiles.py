@@ -80,8 +80,8 @@ def compiled(monkeypatch, tmp_path):
             )
 
     monkeypatch.setattr(triton_launch.Launcher, "__call__", launch)
-    monkeypatch.setattr(triton_hopper, "_num_processors", lambda device: 132)
-    monkeypatch.setattr(triton_prefill, "_num_processors", lambda device: 132)
+    monkeypatch.setattr(triton_hopper, "num_processors", lambda device: 132)
+    monkeypatch.setattr(triton_prefill, "num_processors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     hopper = triton_decode.DecodeRoute(name="hopper", reason="as asked for")
     monkeypatch.setattr(triton_decode, "decode_route", lambda *kind: hopper)

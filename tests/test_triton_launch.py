@@ -77,7 +77,7 @@ def test_the_cpu_has_no_stream():
 def shares_of(monkeypatch, *, num_heads, query_lens, over_buffers=False, balanced=False):
     """Which kernels a step launches: `few` of each share, and the sequences at a time."""
     launched = []
-    monkeypatch.setattr(triton_hopper, "_num_processors", lambda device: 132)
+    monkeypatch.setattr(triton_hopper, "num_processors", lambda device: 132)
     monkeypatch.setattr(Launcher, "__call__", lambda self, *args: launched.append(args))
     monkeypatch.setattr(triton_hopper, "_module", lambda name: type("Kernels", (), dict.fromkeys(NAMES, Kernel(None))))
     triton_hopper._kernels.cache_clear()

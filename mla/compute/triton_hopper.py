@@ -24,7 +24,7 @@ from types import ModuleType
 import attrs
 import torch
 
-from mla.compute.triton_launch import Launcher, RowBoxes, raw_stream, rows_side_by_side
+from mla.compute.triton_launch import Launcher, RowBoxes, num_processors, raw_stream, rows_side_by_side
 from mla.errors import KernelError
 from mla.metadata.records import DecodeMetadata
 
@@ -87,11 +87,6 @@ def _module(name: str) -> ModuleType:
         raise KernelError(f"triton: expected an installed Triton for these kernels, got {error}; pip install triton") from error
 
 
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 @attrs.frozen(kw_only=True)
 class _Case:
     """What the kernels are specialised for, and what decides their grids: all from shapes and the record's host integers."""
@@ -124,7 +119,7 @@ class _Case:
     @property
     def num_groups(self) -> int:
         """Shares."""
-        return max(1, _num_processors(self.device) // self.row_tiles)
+        return max(1, num_processors(self.device) // self.row_tiles)
 
     @property
     def limits(self) -> tuple[int, int]:

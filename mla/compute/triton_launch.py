@@ -16,7 +16,7 @@ import torch
 
 from mla.metadata.records import DecodeMetadata
 
-__all__ = ["OPTIONS", "Launcher", "RowBoxes", "raw_stream", "rows_side_by_side"]
+__all__ = ["OPTIONS", "Launcher", "RowBoxes", "num_processors", "raw_stream", "rows_side_by_side"]
 
 OPTIONS = {"enable_fp_fusion": True}
 """Of every launch: products may be fused with the sum that they go into, Triton's default up to 3.9 and not from 3.10 on."""
@@ -89,6 +89,12 @@ class Launcher:
         # Triton's interpreter compiles nothing and returns None.
         self._compiled = self._kernel[grid](*first, **self._constants)
         self._run = getattr(self._compiled, "run", None)
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; in Triton's interpreter a few programs, so that each walks several work items."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 3
 
 
 def rows_side_by_side(metadata: DecodeMetadata) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from types import ModuleType
 import attrs
 import torch
 
-from mla.compute.triton_launch import OPTIONS, rows_side_by_side
+from mla.compute.triton_launch import OPTIONS, num_processors, rows_side_by_side
 from mla.compute.triton_plan import (
     LONG_SEQ,
     MAX_SEQS,
@@ -42,13 +42,6 @@ def _kernels() -> ModuleType:
         return importlib.import_module("mla.compute.triton_decode_kernels")
     except ImportError as error:
         raise KernelError(f"triton: expected an installed Triton for these kernels, got {error}; pip install triton") from error
-
-
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 3  # Triton's interpreter: a few programs, so that each walks several work items
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _alignment(number: int) -> int:
@@ -166,7 +159,7 @@ def _run(
     q_align = _alignment(q_token | q_head | 16)
     max_seqs = FEW_SEQS if step <= FEW_SEQS else MAX_SEQS
     constants = _constants(tiling, num_heads, kv_lora_rank, latent_dim, block_size, q_align, max_seqs)
-    programs = min(step * pieces * -(-rows // tiling.rows), _num_processors(q.device) * tiling.programs_per_processor)
+    programs = min(step * pieces * -(-rows // tiling.rows), num_processors(q.device) * tiling.programs_per_processor)
     for first in range(0, num_seqs, step):
         last = min(first + step, num_seqs)
         table, starts, lens = rows_side_by_side(metadata)

@@ -18,7 +18,7 @@ import attrs
 import torch
 
 from mla._checks import check_int, check_positive_float, check_tensor, dtype_name
-from mla.compute.triton_launch import OPTIONS, Launcher, RowBoxes, raw_stream
+from mla.compute.triton_launch import OPTIONS, Launcher, RowBoxes, num_processors, raw_stream
 from mla.errors import KernelError
 
 __all__ = ["PrefillRoute", "Tiles", "prefill_route", "tiles_for", "varlen_attention"]
@@ -300,17 +300,12 @@ def _launch_hopper(
         for x, box in ((q, (64, 64)), (k, (128, 64)), (v, (128, 128)))
     ]
     counter = query_start_loc.new_zeros(1)
-    programs = min(num_items, _num_processors(q.device))
+    programs = min(num_items, num_processors(q.device))
     _hopper_launcher(q.device, q.dtype, causal)(
         (programs, 1, 1), raw_stream(q.device),
         *boxes, out, lse, counter, query_start_loc, kv_start_loc, num_tokens, num_seqs, num_blocks, num_heads,
         min(HEADS_AT_A_TIME, num_heads), q.stride(1), k.stride(1), v.stride(1), scale * LOG2_E,
     )  # fmt: skip
-
-
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
