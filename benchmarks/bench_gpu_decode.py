@@ -4,7 +4,8 @@
     python benchmarks/bench_gpu_decode.py --op decode --shapes "H128 L8192" --sets TRITON_MLA,TRITON_MLA_BALANCED
     python benchmarks/bench_gpu_decode.py --device cpu --sets TORCH --quick     # to try the script
 
-decode   `paged_decode` with a plan made before, eager and in a graph; what making a plan adds; what a call costs the host
+decode   `paged_decode` with a plan made before, eager and in a graph, some shapes also under lasting load; what making a plan
+         takes; what a call costs the host
 prefill  `varlen_attention` beside torch's SDPA with cuDNN
 cache    cache writes and gathers beside a copy of as many bytes
 
@@ -13,7 +14,8 @@ same inputs, so that short shapes find part of their keys there: those times hav
 host's.
 
 Useful bytes are the cached rows, queries and outputs, each once; useful operations those of every key that a new token sees.
-The ceilings are measured in the course of the run, under the same conditions, and their medians count.
+The ceilings are measured in the course of the run, under the same conditions, and their medians count. Under lasting load,
+where the chip's clock falls, a matmul under the same load before and after is what counts.
 
 Before anything is measured, every set is compared with float64 at every shape, over shuffled blocks whose unreachable rows are
 NaN. If an error is beyond its limit (2.0e-3 relative, LSE 1e-5, and 5e-5 with eight times larger scores), nothing is reported
@@ -32,7 +34,16 @@ from pathlib import Path
 import attrs
 import torch
 from gpu_bars import bars_of, misses, report
-from gpu_measure import Settings, decode_shapes, first_calls, measure_decode, measure_host, measure_plan, progress
+from gpu_measure import (
+    Settings,
+    decode_shapes,
+    first_calls,
+    measure_decode,
+    measure_host,
+    measure_plan,
+    measure_under_load,
+    progress,
+)
 from gpu_other import measure_cache, measure_prefill
 from gpu_rows import add_rates, commit_of, gpu_versions, rate_of_run, table
 from gpu_shapes import kernel_class
@@ -46,7 +57,7 @@ from mla.errors import KernelError
 ROOT = Path(__file__).parent.parent
 SETS = "TRITON_MLA,TRITON_MLA_BALANCED,TRITON_MLA_PORTABLE"
 OPS: dict[str, tuple[Callable[[Settings], list[Row]], ...]] = {
-    "decode": (measure_decode, measure_plan, measure_host),
+    "decode": (measure_decode, measure_under_load, measure_plan, measure_host),
     "prefill": (measure_prefill,),
     "cache": (measure_cache,),
 }
@@ -98,7 +109,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise SystemExit("--device cuda: torch finds no GPU; --device cpu --quick --sets TORCH tries the script")
     clock = Clock(device=device, rounds=args.rounds)
     if args.quick:
-        clock = attrs.evolve(clock, rounds=2, pause=0.0, budget_ms=2.0)
+        clock = attrs.evolve(clock, rounds=2, pause=0.0, budget_ms=2.0, load_ms=2.0)
     about = {"commit": args.commit or commit_of(ROOT), "versions": gpu_versions(device)}
     return Settings(sets=sets_of(args.sets, device), clock=clock, quick=args.quick, shape=args.shapes, about=about)
 

@@ -14,11 +14,13 @@ import rows
 import torch
 from cpu_shapes import RANK, SCALE, DecodeInputs, describe_lengths, named
 from gpu_rows import WORST_ROW, limits_of, make_row
-from gpu_timing import Ceilings, Clock, host_ms, measure_ceilings
+from gpu_timing import Ceilings, Clock, host_ms, matmul, measure_ceilings
 from rows import CheckError, Row
 
 from mla.compute import KernelSet
 from mla.compute.kernels import Plan
+from mla.compute.triton_hopper import HopperPlan
+from mla.compute.triton_launch import raw_stream
 
 STARTED = time.perf_counter()
 DRAWS = 8
@@ -37,6 +39,7 @@ __all__ = [
     "measure_decode",
     "measure_host",
     "measure_plan",
+    "measure_under_load",
     "progress",
 ]
 
@@ -267,6 +270,27 @@ def measure_decode(settings: Settings) -> list[Row]:
     return found
 
 
+def measure_under_load(settings: Settings) -> list[Row]:
+    """Shapes that the matmul rate bounds, and a matmul before and after each, called for 0.3 seconds without a rest."""
+    names = shapes.QUICK_LOADED if settings.quick else shapes.LOADED
+    found: list[Row] = []
+    product, flops = matmul(128 if settings.quick else 8192, settings.device)
+    for shape in [shape for shape in decode_shapes(settings) if shape.name in names]:
+        progress(f"under load {shape.name}")
+        inputs = shapes.decode_inputs(shape, settings.device)
+        rates = [flops / settings.clock.under_load(product).ms_median / 1e9]
+        for kernels in settings.sets:
+            if kernels.name != PORTABLE:
+                call = PlannedCall(kernels=kernels, inputs=inputs, plan=kernels.plan(inputs.metadata))
+                times = settings.clock.under_load(call)
+                rates.append(flops / settings.clock.under_load(product).ms_median / 1e9)
+                rate = sum(rates[-2:]) / 2
+                case = _decode_case("under load", shape, settings, flops=shape.flops, matmul_tflops=rate)
+                note = f"{shape.flops / times.ms_median / 1e9:.0f} TFLOP/s beside a matmul's {rate:.0f}"
+                found.append(make_row(case, kernels.name, times, note=note))
+    return found
+
+
 def measure_host(settings: Settings) -> list[Row]:
     """What an eager call costs the host: of a tiny shape, with a plan made before and without one."""
     found = []
@@ -291,10 +315,9 @@ PLAN_BATCHES = (1, 32, 128, 512, 1024)
 
 
 def measure_plan(settings: Settings) -> list[Row]:
-    """What making a plan adds to a call in a graph: short sequences, so that the difference is one of short times.
+    """What making a plan takes in a graph, of plans alone.
 
-    A plan may be made by the first call that it is given to, so both graphs hold calls: each with a plan of its own, or all
-    with one that was made before.
+    A set whose plans are made by the device is asked for what its first call with a plan would launch.
     """
     found: list[Row] = []
     if not settings.clock.on_gpu:
@@ -306,23 +329,23 @@ def measure_plan(settings: Settings) -> list[Row]:
             if settings.shape not in shape.name:
                 continue
             inputs = shapes.decode_inputs(shape, settings.device)
-            functions: dict[str, Callable[[], object]] = {}
-            for kernels in settings.sets:
-                plan = kernels.make_plan(inputs.metadata)
-                if plan is not None and kernels.name != PORTABLE:
-                    functions[f"{kernels.name} with"] = partial(_plan_and_call, kernels, inputs)
-                    functions[f"{kernels.name} without"] = PlannedCall(kernels=kernels, inputs=inputs, plan=plan)
+            functions: dict[str, Callable[[], object]] = {
+                kernels.name: partial(_plan, kernels, inputs)
+                for kernels in settings.sets
+                if kernels.make_plan(inputs.metadata) is not None and kernels.name != PORTABLE
+            }
             if not functions:
                 continue
             progress(f"plan {shape.name}")
-            times = settings.clock.alternate(functions, eager_calls=False)
-            for name in [kernels.name for kernels in settings.sets if f"{kernels.name} with" in times]:
-                whole, rest = (times[f"{name} {part}"].ms_graph for part in ("with", "without"))
-                note = f"{1e3 * (whole - rest):.1f} us added to {1e3 * rest:.1f}"
+            for name, times in settings.clock.alternate(functions, eager_calls=False).items():
                 case = _decode_case("plan", shape, settings, batch=batch)
-                found.append(make_row(case, name, None, ms_graph=whole - rest, ms_graph_of_call=rest, note=note))
+                note = f"{1e3 * times.ms_graph:.1f} us"
+                found.append(make_row(case, name, None, ms_graph=times.ms_graph, note=note))
     return found
 
 
-def _plan_and_call(kernels: KernelSet, inputs: DecodeInputs) -> object:
-    return _call(kernels, inputs, kernels.make_plan(inputs.metadata))
+def _plan(kernels: KernelSet, inputs: DecodeInputs) -> None:
+    """A plan, and what the first call that it is given to would launch for it."""
+    plan = kernels.make_plan(inputs.metadata)
+    if isinstance(plan, HopperPlan):
+        plan.shares(inputs.q, raw_stream(inputs.q.device))

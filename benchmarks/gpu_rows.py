@@ -117,7 +117,8 @@ def rate_of_run(measured: Sequence[Ceilings]) -> Ceilings:
 def add_rates(found: Iterable[Row], ceilings: Ceilings) -> list[Row]:
     """The rows with what share of the ceilings they reach, eager and (`..._graph`) replayed.
 
-    `bytes` counts everything that has to be read and written once, `key_bytes` the cached rows alone.
+    `bytes` counts everything that has to be read and written once, `key_bytes` the cached rows alone. A row that brings its own
+    `matmul_tflops`, measured under the same load, is compared with that.
     """
 
     def share(work: float | None, ms: float | None, per_ms: float) -> float | None:
@@ -128,7 +129,8 @@ def add_rates(found: Iterable[Row], ceilings: Ceilings) -> list[Row]:
         more = {}
         for suffix, ms in (("", row["ms_median"]), ("_graph", row["ms_graph"])):
             more[f"of_copy{suffix}"] = share(row.get("bytes"), ms, ceilings.copy_gb_per_s * 1e6)
-            more[f"of_matmul{suffix}"] = share(row.get("flops"), ms, ceilings.matmul_tflops * 1e9)
+            matmul_tflops = row.get("matmul_tflops", ceilings.matmul_tflops)
+            more[f"of_matmul{suffix}"] = share(row.get("flops"), ms, matmul_tflops * 1e9)
             if "key_bytes" in row:
                 more[f"keys_of_copy{suffix}"] = share(row["key_bytes"], ms, ceilings.copy_gb_per_s * 1e6)
         rated.append(row | more)

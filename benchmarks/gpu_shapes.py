@@ -15,9 +15,11 @@ __all__ = [
     "CHECKED",
     "DECODE",
     "FEW_SHAPES",
+    "LOADED",
     "PREFILL",
     "QUICK_CHECKED",
     "QUICK_DECODE",
+    "QUICK_LOADED",
     "QUICK_PREFILL",
     "GpuShape",
     "decode_inputs",
@@ -113,11 +115,15 @@ FEW_SHAPES = frozenset(
 )  # fmt: skip
 """Where a set is measured that is there for comparison only."""
 
+LOADED = frozenset({"B128 H128 L4096", "B128 H128 L8192", "B64 H128 ragged"})
+"""What is also measured under lasting load, where the chip's clock is lower."""
+
 QUICK_DECODE = (
     GpuShape(name="B3 H2 ragged", heads=2, lengths=(40, 1, 33), block_size=16),
     GpuShape(name="B2 H2 L48 new 3", heads=2, lengths=(48, 48), query_len=3, block_size=16),
     GpuShape(name="B1 H3 L20 float16", heads=3, lengths=(20,), dtype=torch.float16, block_size=1),
 )
+QUICK_LOADED = frozenset({"B3 H2 ragged"})
 QUICK_CHECKED = (GpuShape(name="B2 H2 L40 x8", heads=2, lengths=(40, 40), query_scale=8.0, block_size=16),)
 
 PREFILL = (

@@ -13,7 +13,7 @@ import attrs
 import torch
 from timing import Times
 
-__all__ = ["Ceilings", "Clock", "host_ms", "measure_ceilings"]
+__all__ = ["Ceilings", "Clock", "host_ms", "matmul", "measure_ceilings"]
 
 FLUSH_BYTES = 2**28
 """Zeroed before every eager call, so that the second-level cache (50 to 60 MB) holds nothing of the last one."""
@@ -47,6 +47,8 @@ class Clock:
         Seconds of rest before each turn.
     budget_ms : float
         Milliseconds of calls in a turn, about.
+    load_ms : float
+        Milliseconds of calls under lasting load, about.
     most_calls : int
         Of a turn.
     """
@@ -55,6 +57,7 @@ class Clock:
     rounds: int = 5
     pause: float = 0.08
     budget_ms: float = 12.0
+    load_ms: float = 300.0
     most_calls: int = 40
     _flush: torch.Tensor = attrs.field(init=False, repr=False)
 
@@ -109,6 +112,13 @@ class Clock:
             for name, taken in eager.items()
         }
 
+    def under_load(self, function: Callable[[], object]) -> Times:
+        """Time a function called without a rest, as in a long generation: the chip's clock falls to what it can keep."""
+        calls = max(3, int(self.load_ms / self._guess(function)))
+        time.sleep(3 * self.pause)
+        taken = self._each(function, calls)
+        return Times(ms_median=statistics.median(taken), ms_min=min(taken))
+
     def _guess(self, function: Callable[[], object]) -> float:
         """Milliseconds of a call that has run before."""
         self._each(function, 2)
@@ -143,19 +153,23 @@ class Ceilings:
     matmul_tflops: float
 
 
+def matmul(width: int, device: torch.device) -> tuple[Callable[[], object], int]:
+    """A bfloat16 product of width^3, and its operations."""
+    # Random numbers: a chip that multiplies zeros stays cooler.
+    x, y = (torch.randn(width, width, dtype=torch.bfloat16, device=device) for _ in range(2))
+    product = torch.empty_like(x)
+    return lambda: torch.mm(x, y, out=product), 2 * width**3
+
+
 def measure_ceilings(clock: Clock) -> Ceilings:
     """A copy of 4 GiB on the device and a product of 8192^3; tiny ones on the CPU."""
     size, width = (2**32, 8192) if clock.on_gpu else (2**20, 128)
     source = torch.ones(size, dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)
-    # Random numbers: a chip that multiplies zeros stays cooler.
-    x, y = (torch.randn(width, width, dtype=torch.bfloat16, device=clock.device) for _ in range(2))
-    product = torch.empty_like(x)
-    functions = {"copy": lambda: target.copy_(source), "matmul": lambda: torch.mm(x, y, out=product)}
-    times = clock.alternate(functions, graphs=False, rounds=3)
+    product, flops = matmul(width, clock.device)
+    times = clock.alternate({"copy": lambda: target.copy_(source), "matmul": product}, graphs=False, rounds=3)
     return Ceilings(
-        copy_gb_per_s=2 * size / times["copy"].ms_median / 1e6,
-        matmul_tflops=2 * width**3 / times["matmul"].ms_median / 1e9,
+        copy_gb_per_s=2 * size / times["copy"].ms_median / 1e6, matmul_tflops=flops / times["matmul"].ms_median / 1e9
     )
 
 

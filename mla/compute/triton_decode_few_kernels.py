@@ -28,6 +28,7 @@ from mla.compute.triton_share_kernels import (
     await_state,
     barrier,
     hand_over,
+    let_join_begin,
     load_box,
     load_rows,
     plan_of_seqs,
@@ -363,6 +364,7 @@ def attend_few(
     Rows of a sequence are its new tokens times the heads, at most ROWS. `latent` and `rope` describe the cache as boxes of 64
     rows by 512 and 64 columns; blocks that are no multiple of 64 rows are read from `latent_cache` row by row.
     """
+    let_join_begin()
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = latent.dtype
     chunks = gl.allocate_shared_memory(dtype, [16, 64, 64], SWIZZLED)

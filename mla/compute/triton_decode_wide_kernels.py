@@ -1,8 +1,9 @@
 """The kernel of decode for Hopper with many heads, in Gluon: 64 rows (new tokens times heads) a program, in 16-bit floats.
 
 A row of 576 numbers is the key, and its first 512 are the value, so a tile of 128 keys is loaded once and used twice. It lies
-in shared memory as two halves of 64 keys, each in four quarters of 128 columns and 64 columns of RoPE. Every quarter has
-barriers of its own: what is no longer needed is overwritten while the rest is still in use.
+in shared memory as two halves of 64 keys, each in four quarters of 128 columns and 64 columns of RoPE. Every quarter has a
+barrier of its own that says that it is there, and every two have one that says that they are no longer needed: they are
+overwritten while the rest is still in use.
 
 Two groups of four warps attend a tile. Each takes the scores of one half, and each owns 256 of the 512 columns of the result
 for both halves: so the weights of a half go into a group's own sums out of registers, and into the other group's out of shared
@@ -11,9 +12,11 @@ memory, where they take the place of the half's RoPE columns. The second group r
     first group    scores 0 | weights 0 |            add half 0 | add half 1
     second group   scores 1 |             add half 0, weights 1 | add half 1
 
-Sums are rescaled in a tile only if the maximum of some row rises there. To let it rise only when it must, by far, would spare
-more; but then the weight of the highest score is not 1, which is exact, and its rounding was seen to raise the error of a
-result in bfloat16 from 1.9e-3 to 2.0e-3.
+Sums are rescaled when the maximum of a row rises, by each warp for itself: a pause in which the tensor cores wait. What sums
+are relative to need not be the maximum, for it cancels when a sum is divided by the sum of its weights; so it stays as it is
+until a score exceeds it by `SLACK`, which spares half of the pauses. A larger slack would spare nearly all of them, but then
+the weight of the highest score is hardly ever 1, which is exact: its rounding raises the error of a result in bfloat16, with
+1000 keys from 1.86e-3 to 1.91e-3 at a slack of 1, and to 2.1e-3 at 8.
 
 Importing this module imports Triton; `mla.compute.triton_hopper` does so when it launches.
 """
@@ -30,20 +33,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # noqa: TID253
 )
 
 from mla.compute.triton_decode_wide_load_kernels import TILE, load_all, seq_in, share_of, unit_of
-from mla.compute.triton_share_kernels import await_state, barrier, hand_over, opaque_zero, plan_of_seqs, stretch
+from mla.compute.triton_share_kernels import (
+    await_state,
+    barrier,
+    hand_over,
+    let_join_begin,
+    opaque_zero,
+    plan_of_seqs,
+    stretch,
+    view_as,
+)
 
 __all__ = ["attend_wide"]
+
+SLACK = gl.constexpr(1.0)
+"""By so much (base 2) a score may exceed what sums are relative to."""
 
 UNSEEN = gl.constexpr(-3.0e38)
 """The maximum of a row that has seen no key: below every score, and finite, so that differences are numbers."""
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, SUMS, 2))
 ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
 SUM_ROWS = gl.constexpr(gl.SliceLayout(1, SUMS))
-ALONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-EVERYWHERE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
+SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16))
 
 
 @gluon.jit
@@ -76,6 +90,13 @@ def _scores(zero, work, phase, tile, HALF: gl.constexpr, MASKED: gl.constexpr, G
 
 
 @gluon.jit
+def _release_queries(bars, tile, num_keys):
+    """After the scores of a sequence's last tile those of the next may be loaded."""
+    if tile == (num_keys - 1) // TILE:
+        mbarrier.arrive(bars[3])
+
+
+@gluon.jit
 def _clear_tail(keys, quarter: gl.constexpr, left):
     """Zero the rows of two quarters from row `left` on: they may hold NaN, which a weight of 0 does not undo."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -87,37 +108,55 @@ def _clear_tail(keys, quarter: gl.constexpr, left):
         barrier()
 
 
+def _rescale_text(count):
+    """PTX that multiplies `count` numbers by factors, unless all factors of the warp are 1.
+
+    A thread has numbers of two rows of a tensor core's result, two by two: the first and the third factor are those of both.
+    """
+    product = "".join(f"mul.f32 ${i}, ${count + i}, ${2 * count + i};" for i in range(count))
+    return (
+        "{ .reg .pred p;"
+        + "".join(f"mov.f32 ${i}, ${count + i};" for i in range(count))
+        + f"setp.neu.f32 p, ${2 * count}, 0f3F800000;"
+        + f"setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
+        + "vote.sync.any.pred p, p, 0xffffffff;"
+        + f"@!p bra.uni DONE; {product} DONE: }}"
+    )
+
+
+AT_ONCE = gl.constexpr(32)
+RESCALE = gl.constexpr(_rescale_text(32))
+RESCALE_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 64))
+
+
 @gluon.jit
-def _raise(high, scores, scale_log2, exceeding, rises):
-    """The maximum to go on with, and whether it is another one for any row, which `rises` tells the other group."""
+def _rescale(acc, kept):
+    """The sums times a factor of each row; a warp whose factors are all 1 spares itself the products."""
+    factor = gl.convert_layout(kept, SUM_ROWS)[:, None]
+    factors = gl.broadcast(acc, factor)[1]
+    return gl.inline_asm_elementwise(RESCALE, RESCALE_OPERANDS, [acc, factors], dtype=gl.float32, is_pure=True, pack=AT_ONCE)
+
+
+@gluon.jit
+def _raise(high, scores, scale_log2):
+    """What sums are relative to from here on: as before, or where a score exceeds that, the highest score."""
     peak = gl.max(scores, 1) * scale_log2
-    exceeds = peak > high
-    # Through shared memory, where every warp sees all rows: a reduction across warps would take a barrier more.
-    exceeding.store(exceeds.to(gl.int32))
-    risen = gl.max(exceeding.load(EVERYWHERE), 0)
-    rises.store(gl.full([1], risen, gl.int32, ALONE))
-    return gl.where(exceeds, peak, high), risen
-
-
-@gluon.jit
-def _rescale(left, right, kept, risen):
-    if risen > 0:
-        factor = gl.convert_layout(kept, SUM_ROWS)[:, None]
-        left = left * factor
-        right = right * factor
-    return left, right
+    return gl.where(peak > high + SLACK, peak, high)
 
 
 @gluon.jit
 def _step_of_first(state, work, phase, tile, MASKED: gl.constexpr, GATHERED: gl.constexpr):
     """A tile, by the group that takes the scores of half 0 and owns columns 0 to 255."""
-    left, right, high, total = state[0], state[1], state[2], state[3]
+    acc, high, total = state[0], state[1], state[2]
     memory, bars, shared, num_keys, scale_log2 = work[0], work[1], work[2], work[3][0], work[4]
     keys, rope_0, rope_1, empty, ready = memory[2], memory[3], memory[4], bars[1], bars[4]
-    high_0, high_1, rises_0, rises_1 = shared[0], shared[1], shared[2], shared[3]
+    values = view_as(keys, [4, 64, 256], SHARED)
+    high_0, high_1 = shared[0], shared[1]
     zero = opaque_zero()
     scores = _scores(zero, work, phase, tile, 0, MASKED, GATHERED)
-    new_high, risen = _raise(high, scores, scale_log2, shared[6], rises_0)
+    if MASKED:
+        _release_queries(bars, tile, num_keys)
+    new_high = _raise(high, scores, scale_log2)
     high_0.store(new_high)
     raw = gl.exp2(scores * scale_log2 - new_high[:, None])
     weights = raw.to(keys.dtype)
@@ -128,50 +167,44 @@ def _step_of_first(state, work, phase, tile, MASKED: gl.constexpr, GATHERED: gl.
         _clear_tail(keys, 0, num_keys - tile * TILE)
     kept = gl.exp2(high - new_high)
     weights = gl.convert_layout(weights, WEIGHTS)
-    left, right = _rescale(left, right, kept, risen)
-    left = warpgroup_mma(weights, keys.index(zero), left, is_async=True)
-    right = warpgroup_mma(weights, keys.index(zero + 1), right, is_async=True)
+    acc = _rescale(acc, kept)
+    acc = warpgroup_mma(weights, values.index(zero), acc, is_async=True)
     total = total * kept + gl.sum(raw, 1)
-    left = warpgroup_mma_wait(1, deps=[left])
+    acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
     mbarrier.arrive(empty.index(0))
-    right, weights = warpgroup_mma_wait(0, deps=[right, weights])
-    mbarrier.arrive(empty.index(1))
     mbarrier.wait(ready.index(1), phase)
     high = high_1.load(ROWS)
-    risen = gl.max(rises_1.load(ALONE), 0)
     if MASKED and not GATHERED:
         _clear_tail(keys, 4, num_keys - tile * TILE - 64)
     kept = gl.exp2(new_high - high)
     total = total * kept
-    left, right = _rescale(left, right, kept, risen)
-    left = warpgroup_mma(rope_1, keys.index(zero + 4), left, is_async=True)
-    right = warpgroup_mma(rope_1, keys.index(zero + 5), right, is_async=True)
-    left = warpgroup_mma_wait(1, deps=[left])
-    mbarrier.arrive(empty.index(4))
-    right = warpgroup_mma_wait(0, deps=[right])
-    mbarrier.arrive(empty.index(5))
-    return left, right, high, total
+    acc = _rescale(acc, kept)
+    acc = warpgroup_mma(rope_1, values.index(zero + 2), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index(2))
+    return acc, high, total
 
 
 @gluon.jit
 def _step_of_second(state, work, phase, tile, MASKED: gl.constexpr, GATHERED: gl.constexpr):
     """A tile, by the group that takes the scores of half 1 and owns columns 256 to 511."""
-    left, right, high, total = state[0], state[1], state[2], state[3]
+    acc, high, total = state[0], state[1], state[2]
     memory, bars, shared, num_keys, scale_log2 = work[0], work[1], work[2], work[3][0], work[4]
     keys, rope_0, rope_1, empty, ready = memory[2], memory[3], memory[4], bars[1], bars[4]
-    high_0, high_1, rises_0, rises_1 = shared[0], shared[1], shared[2], shared[3]
+    values = view_as(keys, [4, 64, 256], SHARED)
+    high_0, high_1 = shared[0], shared[1]
     zero = opaque_zero()
     scores = _scores(zero, work, phase, tile, 1, MASKED, GATHERED)
+    if MASKED:
+        _release_queries(bars, tile, num_keys)
     mbarrier.wait(ready.index(0), phase)
     first_high = high_0.load(ROWS)
-    risen = gl.max(rises_0.load(ALONE), 0)
     if MASKED and not GATHERED:
         _clear_tail(keys, 2, num_keys - tile * TILE)
     first_kept = gl.exp2(high - first_high)
-    left, right = _rescale(left, right, first_kept, risen)
-    left = warpgroup_mma(rope_0, keys.index(zero + 2), left, is_async=True)
-    right = warpgroup_mma(rope_0, keys.index(zero + 3), right, is_async=True)
-    high, risen = _raise(first_high, scores, scale_log2, shared[7], rises_1)
+    acc = _rescale(acc, first_kept)
+    acc = warpgroup_mma(rope_0, values.index(zero + 1), acc, is_async=True)
+    high = _raise(first_high, scores, scale_log2)
     high_1.store(high)
     raw = gl.exp2(scores * scale_log2 - high[:, None])
     weights = raw.to(keys.dtype)
@@ -183,20 +216,15 @@ def _step_of_second(state, work, phase, tile, MASKED: gl.constexpr, GATHERED: gl
     kept = gl.exp2(first_high - high)
     total = total * (first_kept * kept) + gl.sum(raw, 1)
     weights = gl.convert_layout(weights, WEIGHTS)
-    left = warpgroup_mma_wait(1, deps=[left])
-    mbarrier.arrive(empty.index(2))
-    right = warpgroup_mma_wait(0, deps=[right])
-    mbarrier.arrive(empty.index(3))
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index(1))
     if MASKED and not GATHERED:
         _clear_tail(keys, 6, num_keys - tile * TILE - 64)
-    left, right = _rescale(left, right, kept, risen)
-    left = warpgroup_mma(weights, keys.index(zero + 6), left, is_async=True)
-    right = warpgroup_mma(weights, keys.index(zero + 7), right, is_async=True)
-    left = warpgroup_mma_wait(1, deps=[left])
-    mbarrier.arrive(empty.index(6))
-    right, weights = warpgroup_mma_wait(0, deps=[right, weights])
-    mbarrier.arrive(empty.index(7))
-    return left, right, high, total
+    acc = _rescale(acc, kept)
+    acc = warpgroup_mma(weights, values.index(zero + 3), acc, is_async=True)
+    acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+    mbarrier.arrive(empty.index(3))
+    return acc, high, total
 
 
 @gluon.jit
@@ -211,7 +239,7 @@ def _step(state, work, phase, tile, HALF: gl.constexpr, MASKED: gl.constexpr, GA
 @gluon.jit
 def _both_totals(total, shared, summed, finished, HALF: gl.constexpr):
     """The sum of the weights of both halves, in the same order in both groups."""
-    mine, other = shared[4 + HALF], shared[5 - HALF]
+    mine, other = shared[2 + HALF], shared[3 - HALF]
     mine.store(total)
     mbarrier.arrive(summed.index(HALF))
     mbarrier.wait(summed.index(1 - HALF), finished & 1)
@@ -221,7 +249,7 @@ def _both_totals(total, shared, summed, finished, HALF: gl.constexpr):
 @gluon.jit
 def _pointers_of_state(hand, owner):
     zero = opaque_zero()
-    columns = gl.arange(0, 128, gl.SliceLayout(0, SUMS))
+    columns = gl.arange(0, 256, gl.SliceLayout(0, SUMS))
     at = hand[0] + owner * (64 * 256) + (zero + gl.arange(0, 64, SUM_ROWS))[:, None] * 256 + columns[None, :]
     return at, hand[1] + owner * 128 + zero + gl.arange(0, 64, ROWS)
 
@@ -231,46 +259,42 @@ def _take_state(hand, owner):
     """What the neighbour's group of warps has summed of the piece."""
     at, stat = _pointers_of_state(hand, owner)
     await_state(hand[2] + owner)
-    left = gl.load(at, cache_modifier=".cg")
-    right = gl.load(at + 128, cache_modifier=".cg")
-    return left, right, gl.load(stat, cache_modifier=".cg"), gl.load(stat + 64, cache_modifier=".cg")
+    acc = gl.load(at, cache_modifier=".cg")
+    return acc, gl.load(stat, cache_modifier=".cg"), gl.load(stat + 64, cache_modifier=".cg")
 
 
 @gluon.jit
 def _leave_state(state, hand, owner):
     at, stat = _pointers_of_state(hand, owner)
     gl.store(at, state[0])
-    gl.store(at + 128, state[1])
-    gl.store(stat, state[2])
-    gl.store(stat + 64, state[3])
+    gl.store(stat, state[1])
+    gl.store(stat + 64, state[2])
     hand_over(hand[2] + owner)
 
 
 @gluon.jit
 def _write(state, total, results, place, slot, whole_seq, HALF: gl.constexpr):
     """Store what rows of the sequence there are: the result if all of it has been summed, else the sums as a part of it."""
-    left, right, high = state[0], state[1], state[2]
+    acc, high = state[0], state[1]
     out, lse, part_out, part_stat = results[0], results[1], results[2], results[3]
     first_row, row, num_rows, part_rows = place[0], place[1], place[2], place[3]
     zero = opaque_zero()
     rows = zero + row + gl.arange(0, 64, SUM_ROWS)
     inside = (rows < num_rows)[:, None]
-    columns = (HALF * 256 + gl.arange(0, 128, gl.SliceLayout(0, SUMS)))[None, :]
+    columns = (HALF * 256 + gl.arange(0, 256, gl.SliceLayout(0, SUMS)))[None, :]
     stat_rows = zero + row + gl.arange(0, 64, ROWS)
     stat_inside = stat_rows < num_rows
     if whole_seq:  # a row that has seen no key gets 0 and -inf
         inverse = gl.convert_layout(1.0 / gl.where(total == 0.0, 1.0, total), SUM_ROWS)[:, None]
         at = out + (first_row + rows).to(gl.int64)[:, None] * 512 + columns
-        gl.store(at, (left * inverse).to(out.dtype.element_ty), mask=inside)
-        gl.store(at + 128, (right * inverse).to(out.dtype.element_ty), mask=inside)
+        gl.store(at, (acc * inverse).to(out.dtype.element_ty), mask=inside)
         if HALF == 0:
             seen = gl.where(total == 0.0, 0.0, high)
             gl.store(lse + first_row + stat_rows, (seen + gl.log2(total)) * 0.6931471805599453, mask=stat_inside)
     else:
         first = slot.to(gl.int64) * part_rows
         part = part_out + (first + rows)[:, None] * 512 + columns
-        gl.store(part, left, mask=inside)
-        gl.store(part + 128, right, mask=inside)
+        gl.store(part, acc, mask=inside)
         if HALF == 0:
             stat = part_stat + first * 2 + stat_rows
             gl.store(stat, gl.where(total == 0.0, -float("inf"), high), mask=stat_inside)
@@ -304,21 +328,21 @@ def _attend(
             if start < end:
                 mbarrier.wait(q_full, attended & 1)
                 attended += 1
-                # Keys that the first token sees, and the tiles before the first one that some row here does not see whole.
+                # Keys that the first token sees, and the tiles before the first one that some row here does not see whole;
+                # the last one is none of them, for the queries are released there.
                 visible = num_keys - num_rows // NUM_HEADS + 1
-                whole = gl.minimum(gl.maximum(visible + row // NUM_HEADS, 0), num_keys) // TILE
+                whole = gl.minimum(gl.maximum(visible + row // NUM_HEADS, 0), num_keys - 1) // TILE
                 work = (memory, bars, shared, (num_keys, visible, row, NUM_HEADS), scale_log2)
                 place = (first_row, row, num_rows, row_tiles * 64)
                 for piece in range(0 if BALANCED else start // unit, 1 if BALANCED else (end + unit - 1) // unit):
                     first = gl.maximum(start, piece * unit)
                     last = gl.minimum(end, piece * unit + unit)
-                    left = gl.zeros([64, 128], gl.float32, SUMS)
-                    right = gl.zeros([64, 128], gl.float32, SUMS)
+                    acc = gl.zeros([64, 256], gl.float32, SUMS)
                     high = gl.full([64], UNSEEN, gl.float32, ROWS)
                     total = gl.zeros([64], gl.float32, ROWS)
                     if not BALANCED and first > piece * unit:
-                        left, right, high, total = _take_state(hand, (program - row_tiles) * 2 + HALF)
-                    state = (left, right, high, total)
+                        acc, high, total = _take_state(hand, (program - row_tiles) * 2 + HALF)
+                    state = (acc, high, total)
                     for tile in range(first, gl.minimum(last, whole)):
                         state = _step(state, work, phase, tile, HALF, False, GATHERED)
                         phase ^= 1
@@ -326,16 +350,17 @@ def _attend(
                         state = _step(state, work, phase, tile, HALF, True, GATHERED)
                         phase ^= 1
                     if last == end:
-                        mbarrier.arrive(q_empty)
+                        if end < num_tiles:
+                            mbarrier.arrive(q_empty)
                     if BALANCED:
-                        total = _both_totals(state[3], shared, summed, finished, HALF)
+                        total = _both_totals(state[2], shared, summed, finished, HALF)
                         finished += 1
                         slot = group * 2 + gl.where(seq == share[0], 0, 1)
                         _write(state, total, results, place, slot, end - start == num_tiles, HALF)
                     elif last < gl.minimum(piece * unit + unit, num_tiles):
                         _leave_state(state, hand, program * 2 + HALF)
                     else:
-                        total = _both_totals(state[3], shared, summed, finished, HALF)
+                        total = _both_totals(state[2], shared, summed, finished, HALF)
                         finished += 1
                         slot = gl.load(first_slot + seq) + piece
                         _write(state, total, results, place, slot, num_tiles <= unit, HALF)
@@ -367,24 +392,19 @@ def attend_wide(
     `kv_rope` of the cache with a slot a row, used where blocks hold a multiple of 64 slots. `flags` holds 0, and does so again
     afterwards.
     """
+    let_join_begin()
     GATHERED: gl.constexpr = BLOCK_SIZE % 64 != 0
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PIECES: gl.constexpr = (SHORT_PIECE, LONG_SEQ, LONG_PIECE, BALANCED)
-    queries = gl.allocate_shared_memory(q.dtype, [4, 64, 128], LAYOUT)
-    keys = gl.allocate_shared_memory(q.dtype, [8, 64, 128], LAYOUT)
-    ropes = gl.allocate_shared_memory(q.dtype, [3, 64, 64], LAYOUT)
+    queries = gl.allocate_shared_memory(q.dtype, [4, 64, 128], SHARED)
+    keys = gl.allocate_shared_memory(q.dtype, [8, 64, 128], SHARED)
+    ropes = gl.allocate_shared_memory(q.dtype, [3, 64, 64], SHARED)
     floats = gl.allocate_shared_memory(gl.float32, [4, 64], VECTOR)
-    rises = gl.allocate_shared_memory(gl.int32, [2, 1], VECTOR)
     memory = (queries, ropes.index(0), keys, ropes.index(1), ropes.index(2))
-    exceeding = gl.allocate_shared_memory(gl.int32, [2, 64], VECTOR)
-    shared = (
-        floats.index(0), floats.index(1), rises.index(0), rises.index(1), floats.index(2), floats.index(3),
-        exceeding.index(0), exceeding.index(1),
-    )  # fmt: skip
-    # Full and empty quarters, full and empty queries, weights that are ready for the other group, totals likewise.
+    shared = (floats.index(0), floats.index(1), floats.index(2), floats.index(3))
+    # Full quarters and empty pairs of them, full and empty queries, weights ready for the other group, totals likewise.
     q_full, q_empty = _barriers(1, 1).index(0), _barriers(1, 2).index(0)
-    bars = (_barriers(8, 128 if GATHERED else 1), _barriers(8, 1), q_full, q_empty, _barriers(2, 1), _barriers(2, 1))
+    bars = (_barriers(8, 128 if GATHERED else 1), _barriers(4, 1), q_full, q_empty, _barriers(2, 1), _barriers(2, 1))
     fence_async_shared()
     results = (out, lse, part_out, part_stat)
     sizes = (num_groups, num_seqs, row_tiles)

@@ -1,7 +1,8 @@
 """The loading half of the decode kernel for many heads on Hopper: queries and tiles, in the order in which they are attended.
 
 Blocks of 64 rows or a multiple come by the copy engine, four boxes of 128 columns and one of 64 for each half of a tile; rows
-of other blocks are fetched one by one. Every quarter has barriers of its own.
+of other blocks are fetched one by one. Every quarter has a barrier of its own that
+says that it is there, and every two have one that says that they may be overwritten.
 
 Importing this module imports Triton; `mla.compute.triton_hopper` does so when it launches.
 """
@@ -63,7 +64,8 @@ def _load_half(kv, kv_rope, table, key, memory, bars, phase, HALF: gl.constexpr,
     keys, rope, full, empty = memory[2], memory[3 + HALF], bars[0], bars[1]
     row = gl.load(table + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
     for i in gl.static_range(HALF * 4, HALF * 4 + 4):
-        mbarrier.wait(empty.index(i), phase)
+        if i % 2 == 0:
+            mbarrier.wait(empty.index(i // 2), phase)
         mbarrier.expect(full.index(i), 64 * (192 if i == 3 + HALF * 2 else 128) * 2)
         load_box(kv, [row, i % 4 * 128], full.index(i), keys.index(i))
         if i == 3 + HALF * 2:
@@ -85,7 +87,8 @@ def _gather_half(latent_cache, table, key, last, memory, bars, phase, HALF: gl.c
     rows = _pointers(latent_cache, table, key, last, BLOCK_SIZE, GATHER)[:, None]
     columns = gl.arange(0, 128, gl.SliceLayout(0, GATHER))[None, :]
     for i in gl.static_range(HALF * 4, HALF * 4 + 4):
-        mbarrier.wait(empty.index(i), phase)
+        if i % 2 == 0:
+            mbarrier.wait(empty.index(i // 2), phase)
         load_rows(keys.index(i), rows + (i % 4 * 128 + columns))
         if i == 3 + HALF * 2:
             rope_rows = _pointers(latent_cache, table, key, last, BLOCK_SIZE, GATHER_ROPE)[:, None]

@@ -240,13 +240,16 @@ class _Share:
     """Sequences of one launch, shared out: the launches' arguments that are the same for every layer."""
 
     kernels: _Kernels
-    table: torch.Tensor
-    starts: torch.Tensor
-    plan: torch.Tensor
-    parts: tuple[torch.Tensor, ...]
-    """Where programs leave parts and states, and the flags of the latter."""
+    tensors: tuple[torch.Tensor, ...]
+    """The block table, where queries start, the plan, where programs leave parts and states, and the flags of the latter."""
     num_seqs: int
     is_last: bool
+    addresses: tuple[int, ...] = attrs.field(init=False)
+    table_stride: int = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "addresses", tuple(x.data_ptr() for x in self.tensors))
+        object.__setattr__(self, "table_stride", self.tensors[0].stride(0))
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -320,10 +323,7 @@ def _share_out(q: torch.Tensor, metadata: DecodeMetadata, stream: int, *, balanc
             shares.append(
                 _Share(
                     kernels=kernels,
-                    table=table,
-                    starts=starts,
-                    plan=plan,
-                    parts=(*parts, flags),
+                    tensors=(table, starts, plan, *parts, flags),
                     num_seqs=last - first,
                     is_last=last == num_seqs,
                 )
@@ -361,29 +361,36 @@ def attend(
     scale_log2 = softmax_scale * LOG2_E
     tail = q.shape[0]
     rows = latent_cache.shape[0] * latent_cache.shape[1], LATENT_DIM
+    tensors = q, latent_cache, out, lse
+    addresses = tuple([x.data_ptr() for x in tensors])
     for share in plan.shares(q, stream):
-        kernels, num_seqs, table, starts = share.kernels, share.num_seqs, share.table, share.starts
+        kernels, num_seqs = share.kernels, share.num_seqs
         groups, row_tiles = kernels.num_groups, kernels.row_tiles
-        numbers = table.stride(0), groups, num_seqs
+        numbers = share.table_stride, groups, num_seqs
+        launch = kernels.attend
+        q_, cache_, out_, lse_ = addresses if launch.takes_addresses else tensors
+        table, starts, work, *parts = share.addresses if launch.takes_addresses else share.tensors
         if kernels.case.few:
-            boxes = [RowBoxes(latent_cache, rows, LATENT_DIM, (64, width)) for width in (512, 64)]
-            kernels.attend(
+            launch(
                 (groups, 1, 1), stream,
-                q, *boxes, latent_cache, table, starts, share.plan, out, lse, *share.parts, *numbers, scale_log2,
+                q_, RowBoxes(latent_cache, rows, LATENT_DIM, (64, 512)), RowBoxes(latent_cache, rows, LATENT_DIM, (64, 64)),
+                cache_, table, starts, work, out_, lse_, *parts, *numbers, scale_log2,
             )  # fmt: skip
         else:
             q_rows = q.shape[0] * q.shape[1], LATENT_DIM
-            boxes = [
-                RowBoxes(x, n, LATENT_DIM, (64, width)) for x, n in ((q, q_rows), (latent_cache, rows)) for width in (128, 64)
-            ]
-            kernels.attend(
+            launch(
                 (groups * row_tiles, 1, 1), stream,
-                *boxes, latent_cache, table, starts, share.plan, out, lse, *share.parts, *numbers, row_tiles, scale_log2,
+                RowBoxes(q, q_rows, LATENT_DIM, (64, 128)), RowBoxes(q, q_rows, LATENT_DIM, (64, 64)),
+                RowBoxes(latent_cache, rows, LATENT_DIM, (64, 128)), RowBoxes(latent_cache, rows, LATENT_DIM, (64, 64)),
+                cache_, table, starts, work, out_, lse_, *parts, *numbers, row_tiles, scale_log2,
             )  # fmt: skip
+        launch = kernels.join
+        _, _, out_, lse_ = addresses if launch.takes_addresses else tensors
+        _, starts, work, part_out, part_stat, *_ = share.addresses if launch.takes_addresses else share.tensors
         row_programs, column_programs = kernels.join_grid
-        kernels.join(
+        launch(
             (row_programs, num_seqs + share.is_last, column_programs), stream,
-            share.parts[0], share.parts[1], share.plan, starts, out, lse,
+            part_out, part_stat, work, starts, out_, lse_,
             num_seqs, groups, tail if share.is_last else -1, kernels.rows_per_slot,
         )  # fmt: skip
         if share.is_last:

@@ -38,6 +38,7 @@ class RowBoxes:
     """
 
     __slots__ = ("base", "box", "padding", "shape", "strides")
+    round_f32_to_tf32 = False  # that later releases of Triton ask for too
 
     def __init__(self, base: torch.Tensor, shape: tuple[int, int], stride: int, box: tuple[int, int]) -> None:
         self.base = base
@@ -68,7 +69,7 @@ class Launcher:
         Its ``constexpr`` parameters in their order, and options of the launch such as ``maxnreg``.
     """
 
-    __slots__ = ("_compiled", "_constants", "_kernel", "_run", "_values")
+    __slots__ = ("_compiled", "_constants", "_kernel", "_run", "_values", "takes_addresses")
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any]) -> None:
         self._kernel = kernel
@@ -76,9 +77,13 @@ class Launcher:
         self._values = tuple(value for name, value in self._constants.items() if name in kernel.arg_names)
         self._compiled: Any = None
         self._run: Any = None
+        self.takes_addresses = False
 
     def __call__(self, grid: tuple[int, int, int], stream: int, *args: object) -> None:
-        """Launch on `stream`, the current one of the current device; `args` are all parameters but constants, in order."""
+        """Launch on `stream`, the current one of the current device; `args` are all parameters but constants, in order.
+
+        Once `takes_addresses` is true, that of a tensor may be given for it, which spares asking the driver about each.
+        """
         if self._run is not None:
             compiled = self._compiled
             self._run(
@@ -89,6 +94,7 @@ class Launcher:
         # Triton's interpreter compiles nothing and returns None.
         self._compiled = self._kernel[grid](*first, **self._constants)
         self._run = getattr(self._compiled, "run", None)
+        self.takes_addresses = self._run is not None
 
 
 @functools.cache

@@ -18,6 +18,7 @@ __all__ = [
     "await_state",
     "barrier",
     "hand_over",
+    "let_join_begin",
     "load_box",
     "load_rows",
     "opaque_zero",
@@ -39,6 +40,14 @@ REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 def opaque_zero():
     """A 0 that the compiler cannot see through: addresses made of it are computed where they are used, not kept."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def let_join_begin():
+    """Let the kernel that joins parts begin where multiprocessors are free: it waits for the end of this one itself."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
