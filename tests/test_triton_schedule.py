@@ -76,6 +76,7 @@ def plan_of(lens, units, num_groups, *, balanced, query_lens=None, num_heads=16,
     plan_shares[(num_groups, 1, 1)](
         buffer, flags, torch.tensor(lens, dtype=torch.int32), starts, num_seqs, num_groups, 65, *limits,
         NUM_HEADS=num_heads, **units.constants(balanced=balanced), SEQS=max(32, 1 << (num_seqs - 1).bit_length()),
+        SEQ_COST=units.seq_cost,
     )  # fmt: skip
     assert flags.tolist() == [0] * 65 + [5] * 5
     keys, slots, first_groups, last_groups = buffer[num_groups * 4 + 4 :].view(4, num_seqs).tolist()
@@ -113,6 +114,24 @@ def batches():
 
 
 @interpreted
+@pytest.mark.parametrize("kind", UNITS)
+def test_beginning_a_sequence_counts_where_sequences_differ(kind):
+    """Of a batch of short and long sequences, those who get the short ones get fewer tiles."""
+    units, num_groups = UNITS[kind], 6
+    lens = [64 * units.tile] * 3 + [4 * units.tile] * 48
+    plan = plan_of(lens, units, num_groups, balanced=True)
+    costs = [0.0] * num_groups
+    for own in plan.stretches(units):
+        for begin, end, group in own:
+            costs[group] += end - begin + (units.seq_cost if begin == 0 else 0)
+    mean = sum(-(-n // units.tile) + units.seq_cost for n in lens) / num_groups
+    assert sum(costs) == num_groups * mean
+    assert all(abs(cost - mean) <= 4 + 2 * mean / 28 for cost in costs), costs
+    counts = [sum(group == own[2] for seq in plan.stretches(units) for own in seq) for group in range(num_groups)]
+    assert max(counts) > 3 * min(counts), "the batch is as said"
+
+
+@interpreted
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("kind", UNITS)
 def test_shares_cover_the_batch(kind, balanced):
@@ -132,7 +151,10 @@ def test_shares_cover_the_batch(kind, balanced):
             if own:
                 assert (plan.first_groups[seq], plan.last_groups[seq]) == (own[0][2], own[-1][2])
             if balanced:
-                assert [group for _, _, group in own] == [*range(own[0][2], own[-1][2] + 1)] if own else True
+                if own:
+                    group = own[0][2]
+                    assert [group for _, _, group in own] == [*range(group, own[-1][2] + 1)]
+                    assert plan.slots[seq] == 2 * group + (plan.shares[group][0] != seq)
                 continue
             piece = piece_of(units, num_keys)
             unit = piece if plan.is_apart else piece * units.group
@@ -159,10 +181,11 @@ def test_shares_are_even():
     ):
         for balanced in (False, True):
             plan = plan_of(lens, UNITS[kind], 24, balanced=balanced)
+            cost = UNITS[kind].seq_cost if balanced and lens is ragged else 0
             loads = [0] * 24
             for own in plan.stretches(UNITS[kind]):
                 for begin, end, group in own:
-                    loads[group] += end - begin
+                    loads[group] += end - begin + (cost if begin == 0 else 0)
             assert max(loads) / (sum(loads) / 24) <= (1.05 if balanced and lens is ragged else limit)
 
 

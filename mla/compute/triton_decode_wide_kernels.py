@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # noqa: TID253
     warpgroup_mma_wait,
 )
 
-from mla.compute.triton_decode_wide_load_kernels import TILE, load_all, seq_in, share_of, unit_of
+from mla.compute.triton_decode_wide_load_kernels import SHARED, TILE, load_all, seq_in, share_of, unit_of
 from mla.compute.triton_share_kernels import (
     await_state,
     barrier,
@@ -40,6 +40,7 @@ from mla.compute.triton_share_kernels import (
     let_join_begin,
     opaque_zero,
     plan_of_seqs,
+    scaled,
     stretch,
     view_as,
 )
@@ -57,7 +58,16 @@ SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, SUMS, 2))
 ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
 SUM_ROWS = gl.constexpr(gl.SliceLayout(1, SUMS))
-SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16))
+STORED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 256],
+    )
+)
+"""Sums as they are stored: 8 columns side by side in each thread, and every row in the warp that has summed it."""
 
 
 @gluon.jit
@@ -108,33 +118,10 @@ def _clear_tail(keys, quarter: gl.constexpr, left):
         barrier()
 
 
-def _rescale_text(count):
-    """PTX that multiplies `count` numbers by factors, unless all factors of the warp are 1.
-
-    A thread has numbers of two rows of a tensor core's result, two by two: the first and the third factor are those of both.
-    """
-    product = "".join(f"mul.f32 ${i}, ${count + i}, ${2 * count + i};" for i in range(count))
-    return (
-        "{ .reg .pred p;"
-        + "".join(f"mov.f32 ${i}, ${count + i};" for i in range(count))
-        + f"setp.neu.f32 p, ${2 * count}, 0f3F800000;"
-        + f"setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
-        + "vote.sync.any.pred p, p, 0xffffffff;"
-        + f"@!p bra.uni DONE; {product} DONE: }}"
-    )
-
-
-AT_ONCE = gl.constexpr(32)
-RESCALE = gl.constexpr(_rescale_text(32))
-RESCALE_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 64))
-
-
 @gluon.jit
 def _rescale(acc, kept):
-    """The sums times a factor of each row; a warp whose factors are all 1 spares itself the products."""
-    factor = gl.convert_layout(kept, SUM_ROWS)[:, None]
-    factors = gl.broadcast(acc, factor)[1]
-    return gl.inline_asm_elementwise(RESCALE, RESCALE_OPERANDS, [acc, factors], dtype=gl.float32, is_pure=True, pack=AT_ONCE)
+    """The sums times a factor of each row."""
+    return scaled(acc, gl.convert_layout(kept, SUM_ROWS))
 
 
 @gluon.jit
@@ -279,22 +266,23 @@ def _write(state, total, results, place, slot, whole_seq, HALF: gl.constexpr):
     out, lse, part_out, part_stat = results[0], results[1], results[2], results[3]
     first_row, row, num_rows, part_rows = place[0], place[1], place[2], place[3]
     zero = opaque_zero()
-    rows = zero + row + gl.arange(0, 64, SUM_ROWS)
-    inside = (rows < num_rows)[:, None]
-    columns = (HALF * 256 + gl.arange(0, 256, gl.SliceLayout(0, SUMS)))[None, :]
     stat_rows = zero + row + gl.arange(0, 64, ROWS)
     stat_inside = stat_rows < num_rows
     if whole_seq:  # a row that has seen no key gets 0 and -inf
         inverse = gl.convert_layout(1.0 / gl.where(total == 0.0, 1.0, total), SUM_ROWS)[:, None]
-        at = out + (first_row + rows).to(gl.int64)[:, None] * 512 + columns
-        gl.store(at, (acc * inverse).to(out.dtype.element_ty), mask=inside)
+        out_rows = zero + row + gl.arange(0, 64, gl.SliceLayout(1, STORED))
+        out_columns = HALF * 256 + gl.arange(0, 256, gl.SliceLayout(0, STORED))
+        at = out + (first_row + out_rows).to(gl.int64)[:, None] * 512 + out_columns[None, :]
+        result = gl.convert_layout((acc * inverse).to(out.dtype.element_ty), STORED)
+        gl.store(at, result, mask=(out_rows < num_rows)[:, None])
         if HALF == 0:
             seen = gl.where(total == 0.0, 0.0, high)
             gl.store(lse + first_row + stat_rows, (seen + gl.log2(total)) * 0.6931471805599453, mask=stat_inside)
     else:
+        rows = zero + row + gl.arange(0, 64, SUM_ROWS)
+        columns = HALF * 256 + gl.arange(0, 256, gl.SliceLayout(0, SUMS))
         first = slot.to(gl.int64) * part_rows
-        part = part_out + (first + rows)[:, None] * 512 + columns
-        gl.store(part, acc, mask=inside)
+        gl.store(part_out + (first + rows)[:, None] * 512 + columns[None, :], acc, mask=(rows < num_rows)[:, None])
         if HALF == 0:
             stat = part_stat + first * 2 + stat_rows
             gl.store(stat, gl.where(total == 0.0, -float("inf"), high), mask=stat_inside)
@@ -380,17 +368,15 @@ def _barriers(number: gl.constexpr, count: gl.constexpr):
     do_not_specialize_on_alignment=["block_table", "query_start_loc"],
 )
 def attend_wide(
-    q, q_rope, kv, kv_rope, latent_cache, block_table, query_start_loc, plan, out, lse, part_out, part_stat,
-    hand_out, hand_stat, flags,
+    q, kv, latent_cache, block_table, query_start_loc, plan, out, lse, part_out, part_stat, hand_out, hand_stat, flags,
     table_stride, num_groups, num_seqs, row_tiles, scale_log2,
     NUM_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SHORT_PIECE: gl.constexpr, LONG_SEQ: gl.constexpr,
     LONG_PIECE: gl.constexpr, BALANCED: gl.constexpr,
 ):  # fmt: skip
     """Decode of every sequence that the plan has; see the head of this file.
 
-    `q` and `q_rope` are descriptors of the queries with a token's head a row, of tiles of 64 x 128 and 64 x 64; `kv` and
-    `kv_rope` of the cache with a slot a row, used where blocks hold a multiple of 64 slots. `flags` holds 0, and does so again
-    afterwards.
+    `q` describes the queries, with a token's head a row, as boxes of 64 rows by 64 columns, and so `kv` the cache with a slot a
+    row: used where blocks hold a multiple of 64 slots. `flags` holds 0, and does so again afterwards.
     """
     let_join_begin()
     GATHERED: gl.constexpr = BLOCK_SIZE % 64 != 0
@@ -415,7 +401,7 @@ def attend_wide(
                        0, NUM_HEADS, PIECES, GATHERED)),
             (_attend, (query_start_loc, plan, sizes, results, hand, scale_log2, memory, bars, shared,
                        1, NUM_HEADS, PIECES, GATHERED)),
-            (load_all, (q, q_rope, kv, kv_rope, latent_cache, block_table, table_stride, query_start_loc, plan, sizes, memory,
+            (load_all, (q, kv, latent_cache, block_table, table_stride, query_start_loc, plan, sizes, memory,
                      bars, NUM_HEADS, BLOCK_SIZE, PIECES)),
         ],
         [4, 4 if GATHERED else 1],

@@ -1,6 +1,6 @@
 """The loading half of the decode kernel for many heads on Hopper: queries and tiles, in the order in which they are attended.
 
-Blocks of 64 rows or a multiple come by the copy engine, four boxes of 128 columns and one of 64 for each half of a tile; rows
+Blocks of 64 rows or a multiple come by the copy engine, nine boxes of 64 columns for each half of a tile; rows
 of other blocks are fetched one by one. Every quarter has a barrier of its own that
 says that it is there, and every two have one that says that they may be overwritten.
 
@@ -13,11 +13,14 @@ from triton.experimental import gluon  # noqa: TID253  (this module is imported 
 from triton.experimental.gluon import language as gl  # noqa: TID253
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier  # noqa: TID253
 
-from mla.compute.triton_share_kernels import load_box, load_rows, plan_of_seqs, read_share, stretch
+from mla.compute.triton_share_kernels import load_box, load_rows, plan_of_seqs, read_share, stretch, view_as
 
-__all__ = ["TILE", "load_all", "seq_in", "share_of", "unit_of"]
+__all__ = ["SHARED", "TILE", "load_all", "seq_in", "share_of", "unit_of"]
 
 TILE = gl.constexpr(128)
+SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16))
+"""Of everything that the tensor cores read: chunks of 64 columns one after the other."""
+
 GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 GATHER_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
@@ -48,28 +51,31 @@ def seq_in(seq, run, lens, query_start_loc, row, NUM_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(q, q_rope, row, memory, bars, loaded):
+def _load_queries(q, row, memory, bars, loaded):
     """Load a sequence's 64 rows of queries when both groups are through with those of the sequence before."""
     queries, query_rope, q_full, q_empty = memory[0], memory[1], bars[2], bars[3]
     mbarrier.wait(q_empty, (loaded & 1) ^ 1)
     mbarrier.expect(q_full, 64 * 576 * 2)
-    for i in gl.static_range(4):
-        load_box(q, [row, i * 128], q_full, queries.index(i))
-    load_box(q_rope, [row, 512], q_full, query_rope)
+    chunks = view_as(queries, [8, 64, 64], SHARED)
+    for i in gl.static_range(8):
+        load_box(q, [row, i * 64], q_full, chunks.index(i))
+    load_box(q, [row, 512], q_full, query_rope)
 
 
 @gluon.jit
-def _load_half(kv, kv_rope, table, key, memory, bars, phase, HALF: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def _load_half(kv, table, key, memory, bars, phase, HALF: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     """Load 64 keys that lie within one block."""
     keys, rope, full, empty = memory[2], memory[3 + HALF], bars[0], bars[1]
+    chunks = view_as(keys, [16, 64, 64], SHARED)
     row = gl.load(table + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
     for i in gl.static_range(HALF * 4, HALF * 4 + 4):
         if i % 2 == 0:
             mbarrier.wait(empty.index(i // 2), phase)
         mbarrier.expect(full.index(i), 64 * (192 if i == 3 + HALF * 2 else 128) * 2)
-        load_box(kv, [row, i % 4 * 128], full.index(i), keys.index(i))
+        load_box(kv, [row, i % 4 * 128], full.index(i), chunks.index(2 * i))
+        load_box(kv, [row, i % 4 * 128 + 64], full.index(i), chunks.index(2 * i + 1))
         if i == 3 + HALF * 2:
-            load_box(kv_rope, [row, 512], full.index(i), rope)
+            load_box(kv, [row, 512], full.index(i), rope)
 
 
 @gluon.jit
@@ -99,7 +105,7 @@ def _gather_half(latent_cache, table, key, last, memory, bars, phase, HALF: gl.c
 
 @gluon.jit
 def load_all(
-    q, q_rope, kv, kv_rope, latent_cache, block_table, table_stride, query_start_loc, plan, sizes, memory, bars,
+    q, kv, latent_cache, block_table, table_stride, query_start_loc, plan, sizes, memory, bars,
     NUM_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """Load queries and tiles in the order in which they are attended."""
@@ -114,14 +120,14 @@ def load_all(
             num_keys, first_row, _rows, start, end = seq_in(seq, run, lens, query_start_loc, row, NUM_HEADS)
             table = block_table + seq.to(gl.int64) * table_stride
             if start < end:
-                _load_queries(q, q_rope, first_row + row, memory, bars, loaded)
+                _load_queries(q, first_row + row, memory, bars, loaded)
                 loaded += 1
             for tile in range(start, end):
                 if BLOCK_SIZE % 64 == 0:
                     # The second half of the last tile may begin behind the last key: any block does, its rows are zeroed.
                     second = gl.minimum(tile * TILE + 64, (num_keys - 1) // 64 * 64)
-                    _load_half(kv, kv_rope, table, tile * TILE, memory, bars, phase, 0, BLOCK_SIZE)
-                    _load_half(kv, kv_rope, table, second, memory, bars, phase, 1, BLOCK_SIZE)
+                    _load_half(kv, table, tile * TILE, memory, bars, phase, 0, BLOCK_SIZE)
+                    _load_half(kv, table, second, memory, bars, phase, 1, BLOCK_SIZE)
                 else:
                     _gather_half(latent_cache, table, tile * TILE, num_keys - 1, memory, bars, phase, 0, BLOCK_SIZE)
                     _gather_half(latent_cache, table, tile * TILE + 64, num_keys - 1, memory, bars, phase, 1, BLOCK_SIZE)

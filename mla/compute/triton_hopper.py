@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
+from typing import Any
 
 import attrs
 import torch
@@ -37,6 +38,9 @@ FEW_ROWS = 16
 """Rows of a sequence that the kernel for few rows takes."""
 
 WIDE_ROWS = 64
+BOX, WHOLE_BOX = (64, 64), (64, 512)
+"""Rows and columns that the copy engine reads at a time."""
+
 UNLIMITED = 2**31 - 1
 MAX_SEQS = 1024
 MAX_PART_BYTES = 2**30
@@ -45,13 +49,17 @@ LOG2_E = 1.4426950408889634
 
 @attrs.frozen(kw_only=True)
 class _Units:
-    """How a kernel sums a sequence: TILE keys at a time, PIECE tiles from nothing, GROUP pieces joined before the rest."""
+    """How a kernel sums a sequence: TILE keys at a time, PIECE tiles from nothing, GROUP pieces joined before the rest.
+
+    `seq_cost` is what beginning and ending a sequence takes, in tiles, about.
+    """
 
     tile: int
     piece: int
     group: int
     long_seq: int
     long_piece: int
+    seq_cost: int
 
     def constants(self, *, balanced: bool) -> dict[str, int | bool]:
         """For the kernels around the attention."""
@@ -74,8 +82,8 @@ class _Units:
         return max(num_seqs * -(-pieces // self.group), apart)
 
 
-FEW = _Units(tile=64, piece=8, group=8, long_seq=UNLIMITED, long_piece=8)
-WIDE = _Units(tile=128, piece=32, group=1, long_seq=32768, long_piece=16)
+FEW = _Units(tile=64, piece=8, group=8, long_seq=UNLIMITED, long_piece=8, seq_cost=1)
+WIDE = _Units(tile=128, piece=32, group=1, long_seq=32768, long_piece=16, seq_cost=3)
 
 
 @functools.cache
@@ -178,7 +186,9 @@ def _join_shape(case: _Case) -> dict[str, int]:
     columns = 64 if rows <= 32 else 128 if rows <= 256 else 256
     if case.balanced:
         most = 1 << (case.num_groups - 1).bit_length()
-        together = 64 if parts > 32 else together
+        if parts > 32:
+            parts = min(parts, case.num_groups)
+            together = -(-parts // -(-parts // (66 if columns == 64 else 48)))
         return {"ROWS": 1, "COLUMNS": columns, "TOGETHER": together, "SIDE_BY_SIDE": most, "num_warps": 2}
     return {"ROWS": 1, "COLUMNS": columns, "TOGETHER": together, "SIDE_BY_SIDE": 0, "num_warps": 2}
 
@@ -216,10 +226,13 @@ def _kernels(case: _Case) -> _Kernels:
     constants, attend = _launchers(case.device, case.dtype, case.num_heads, case.block_size, case.few, case.balanced)
     step = case.step
     max_seqs = max(32, 1 << (step - 1).bit_length())
-    plan = {**constants, "SEQS": max_seqs, "num_warps": 1 if max_seqs <= 256 else 4}
+    plan = {**constants, "SEQS": max_seqs, "SEQ_COST": case.units.seq_cost, "num_warps": 1 if max_seqs <= 256 else 4}
     shape = _join_shape(case)
     join = {**constants, **shape, "LAUNCHED_EARLY": True, "launch_pdl": True}
-    rows = case.num_heads * case.max_query_len
+    row_programs = -(-case.num_heads * case.max_query_len // shape["ROWS"])
+    if shape["ROWS"] > 1:
+        # As many as run side by side: in a large batch most find nothing to join.
+        row_programs = min(row_programs, -(-8 * num_processors(case.device) // case.num_seqs))
     return _Kernels(
         case=case,
         plan=_around("plan_shares", case.device, case.dtype, tuple(plan.items())),
@@ -231,7 +244,7 @@ def _kernels(case: _Case) -> _Kernels:
         rows_per_slot=case.rows_per_slot,
         num_states=case.num_states,
         num_slots=case.units.max_slots(step, case.max_seq_len, case.num_groups, balanced=case.balanced),
-        join_grid=(-(-rows // shape["ROWS"]), KV_LORA_RANK // shape["COLUMNS"]),
+        join_grid=(row_programs, KV_LORA_RANK // shape["COLUMNS"]),
     )
 
 
@@ -245,11 +258,19 @@ class _Share:
     num_seqs: int
     is_last: bool
     addresses: tuple[int, ...] = attrs.field(init=False)
-    table_stride: int = attrs.field(init=False)
+    numbers: tuple[int, ...] = attrs.field(init=False)
+    """What the attention is told of the batch, behind all tensors."""
+    grids: tuple[tuple[int, int, int], tuple[int, int, int]] = attrs.field(init=False)
+    """Programs of the attention, and of `join_parts` with one more sequence for the rows behind the last."""
 
     def __attrs_post_init__(self) -> None:
+        kernels, num_seqs = self.kernels, self.num_seqs
+        numbers = self.tensors[0].stride(0), kernels.num_groups, num_seqs
+        row_programs, column_programs = kernels.join_grid
+        grids = (kernels.num_groups * kernels.row_tiles, 1, 1), (row_programs, num_seqs + self.is_last, column_programs)
         object.__setattr__(self, "addresses", tuple(x.data_ptr() for x in self.tensors))
-        object.__setattr__(self, "table_stride", self.tensors[0].stride(0))
+        object.__setattr__(self, "numbers", numbers if kernels.case.few else (*numbers, kernels.row_tiles))
+        object.__setattr__(self, "grids", grids)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -359,39 +380,35 @@ def attend(
     """
     stream = raw_stream(q.device)
     scale_log2 = softmax_scale * LOG2_E
-    tail = q.shape[0]
     rows = latent_cache.shape[0] * latent_cache.shape[1], LATENT_DIM
-    tensors = q, latent_cache, out, lse
-    addresses = tuple([x.data_ptr() for x in tensors])
+    boxes = RowBoxes(latent_cache, rows, LATENT_DIM, BOX)
+    tail = q.shape[0]
+    given: tuple[Any, ...]
+    fixed: tuple[Any, ...]
+    boxed: tuple[Any, ...]
     for share in plan.shares(q, stream):
-        kernels, num_seqs = share.kernels, share.num_seqs
-        groups, row_tiles = kernels.num_groups, kernels.row_tiles
-        numbers = share.table_stride, groups, num_seqs
-        launch = kernels.attend
-        q_, cache_, out_, lse_ = addresses if launch.takes_addresses else tensors
-        table, starts, work, *parts = share.addresses if launch.takes_addresses else share.tensors
-        if kernels.case.few:
-            launch(
-                (groups, 1, 1), stream,
-                q_, RowBoxes(latent_cache, rows, LATENT_DIM, (64, 512)), RowBoxes(latent_cache, rows, LATENT_DIM, (64, 64)),
-                cache_, table, starts, work, out_, lse_, *parts, *numbers, scale_log2,
-            )  # fmt: skip
+        kernels = share.kernels
+        if kernels.attend.takes_addresses and kernels.join.takes_addresses:
+            given = q.data_ptr(), latent_cache.data_ptr(), out.data_ptr(), lse.data_ptr()
+            fixed = share.addresses
         else:
-            q_rows = q.shape[0] * q.shape[1], LATENT_DIM
-            launch(
-                (groups * row_tiles, 1, 1), stream,
-                RowBoxes(q, q_rows, LATENT_DIM, (64, 128)), RowBoxes(q, q_rows, LATENT_DIM, (64, 64)),
-                RowBoxes(latent_cache, rows, LATENT_DIM, (64, 128)), RowBoxes(latent_cache, rows, LATENT_DIM, (64, 64)),
-                cache_, table, starts, work, out_, lse_, *parts, *numbers, row_tiles, scale_log2,
-            )  # fmt: skip
-        launch = kernels.join
-        _, _, out_, lse_ = addresses if launch.takes_addresses else tensors
-        _, starts, work, part_out, part_stat, *_ = share.addresses if launch.takes_addresses else share.tensors
-        row_programs, column_programs = kernels.join_grid
-        launch(
-            (row_programs, num_seqs + share.is_last, column_programs), stream,
+            given = q, latent_cache, out, lse
+            fixed = share.tensors
+        q_, cache, out_, lse_ = given
+        table, starts, work, part_out, part_stat, *states = fixed
+        if kernels.case.few:
+            boxed = q_, RowBoxes(latent_cache, rows, LATENT_DIM, WHOLE_BOX), boxes
+        else:
+            boxed = RowBoxes(q, (q.shape[0] * q.shape[1], LATENT_DIM), LATENT_DIM, BOX), boxes
+        grid, join_grid = share.grids
+        kernels.attend(
+            grid, stream,
+            *boxed, cache, table, starts, work, out_, lse_, part_out, part_stat, *states, *share.numbers, scale_log2,
+        )  # fmt: skip
+        kernels.join(
+            join_grid, stream,
             part_out, part_stat, work, starts, out_, lse_,
-            num_seqs, groups, tail if share.is_last else -1, kernels.rows_per_slot,
+            share.num_seqs, kernels.num_groups, tail if share.is_last else -1, kernels.rows_per_slot,
         )  # fmt: skip
         if share.is_last:
             tail = -1  # filled

@@ -18,20 +18,22 @@ __all__ = ["join_parts", "plan_shares"]
 
 @triton.jit
 def _cut(
-    at, ends, tiles, units, seqs, total, slack,
+    at, cost_ends, extra, ends, tiles, units, seqs, total_cost, slack,
     ALWAYS: tl.constexpr, NEVER: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """A place on the line of tiles, moved to a better one nearby.
+    """A place on the line of costs, as one on the line of tiles, moved to a better one nearby.
+
+    Every sequence with tiles costs `extra` before its first, and each tile 1.
 
     Sequences are not left or begun for a few tiles. Otherwise ALWAYS cuts at the ends of pieces only, NEVER cares for none, and
     else the end of a unit is taken where it is near.
     """
-    at = tl.minimum(at, total)
-    is_before = ends <= at
+    at = tl.minimum(at, total_cost)
+    is_before = cost_ends <= at
     start = tl.max(tl.where(is_before, ends, 0), 0)
     seq = tl.sum(is_before.to(tl.int32), 0)
     num_tiles = tl.sum(tl.where(seqs == seq, tiles, 0), 0)
-    offset = at - start
+    offset = tl.maximum(at - tl.max(tl.where(is_before, cost_ends, 0), 0) - extra, 0)
     if not NEVER:
         unit = PIECE if ALWAYS else tl.maximum(tl.sum(tl.where(seqs == seq, units, 0), 0), 1)
         nearest = tl.minimum((offset + unit // 2) // unit * unit, num_tiles)
@@ -45,12 +47,13 @@ def _cut(
 def plan_shares(
     plan, flags, seq_lens, query_start_loc, num_seqs, num_groups, num_flags, rows_above, rows_up_to,
     NUM_HEADS: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr, GROUP: tl.constexpr, LONG_SEQ: tl.constexpr,
-    LONG_PIECE: tl.constexpr, BALANCED: tl.constexpr, SEQS: tl.constexpr,
+    LONG_PIECE: tl.constexpr, BALANCED: tl.constexpr, SEQS: tl.constexpr, SEQ_COST: tl.constexpr,
 ):  # fmt: skip
     """Share the tiles of a batch out; every program finds its own group's share from all the lengths, and the sequences in it.
 
     GROUP pieces are a unit where there is more than one; else units are pieces of PIECE tiles, or LONG_PIECE beyond LONG_SEQ
-    keys. Flags are taken down.
+    keys. Where sequences differ and shares are long, BALANCED counts SEQ_COST tiles more for each sequence, which is about what
+    beginning and ending one takes. Flags are taken down.
     """
     group = tl.program_id(0)
     seqs = tl.arange(0, SEQS)
@@ -63,7 +66,16 @@ def plan_shares(
     ends = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
     longest = tl.max(tiles, 0)
-    share = tl.maximum((total + num_groups - 1) // num_groups, 1)
+    shortest = tl.min(tl.where(is_seq & (keys >= 0), tiles, longest), 0)
+    extra = 0
+    cost_ends = ends
+    total_cost = total
+    if BALANCED:
+        extra = tl.where((longest != shortest) & (total > 8 * SEQ_COST * num_groups), SEQ_COST, 0)
+        costs = tl.where(tiles > 0, tiles + extra, 0)
+        cost_ends = tl.cumsum(costs, 0)
+        total_cost = tl.sum(costs, 0)
+    share = tl.maximum((total_cost + num_groups - 1) // num_groups, 1)
     pieces = tl.where(keys > LONG_SEQ, LONG_PIECE, PIECE)
     units = pieces * GROUP
     apart = 0
@@ -75,7 +87,6 @@ def plan_shares(
             apart = (longest_unit > share + share // 10 + 1).to(tl.int32)
             longest_unit = tl.where(apart != 0, tl.minimum(longest, PIECE), longest_unit)
         step = tl.maximum(step, longest_unit)
-    shortest = tl.min(tl.where(is_seq & (keys >= 0), tiles, longest), 0)
     if longest == shortest:
         # Whole sequences, or else whole pieces, if that makes no share much longer.
         even = (step + longest - 1) // tl.maximum(longest, 1) * longest
@@ -87,12 +98,12 @@ def plan_shares(
     # Groups without a tile come last: the parts of a BALANCED sequence are those of neighbours.
     is_stepped = (step > share) | (step % PIECE == 0) | (total < num_groups)
     first = group.to(tl.int64)
-    start = tl.where(is_stepped, first * step, first * total // num_groups)
-    stop = tl.where(is_stepped, (first + 1) * step, (first + 1) * total // num_groups)
-    start = tl.minimum(start, total).to(tl.int32)
-    stop = tl.minimum(stop, total).to(tl.int32)
-    start = _cut(start, ends, tiles, units, seqs, total, slack, GROUP > 1, BALANCED, PIECE)
-    stop = _cut(stop, ends, tiles, units, seqs, total, slack, GROUP > 1, BALANCED, PIECE)
+    start = tl.where(is_stepped, first * step, first * total_cost // num_groups)
+    stop = tl.where(is_stepped, (first + 1) * step, (first + 1) * total_cost // num_groups)
+    start = tl.minimum(start, total_cost).to(tl.int32)
+    stop = tl.minimum(stop, total_cost).to(tl.int32)
+    start = _cut(start, cost_ends, extra, ends, tiles, units, seqs, total_cost, slack, GROUP > 1, BALANCED, PIECE)
+    stop = _cut(stop, cost_ends, extra, ends, tiles, units, seqs, total_cost, slack, GROUP > 1, BALANCED, PIECE)
     stop = tl.where(group == num_groups - 1, total, stop)
 
     is_busy = stop > start
@@ -107,16 +118,21 @@ def plan_shares(
     of_seqs = plan + num_groups * 4 + 4
     begins = ends - tiles
     groups = tl.zeros([SEQS], tl.int32) + group
-    tl.store(of_seqs + 2 * num_seqs + seqs, groups, mask=(tiles > 0) & (begins >= start) & (begins < stop))
+    begun = (tiles > 0) & (begins >= start) & (begins < stop)
+    tl.store(of_seqs + 2 * num_seqs + seqs, groups, mask=begun)
     tl.store(of_seqs + 3 * num_seqs + seqs, groups, mask=(tiles > 0) & (ends > start) & (ends <= stop))
+    if BALANCED:
+        # A group has two slots: for the sequence that its share begins with, and for the one that it ends with.
+        tl.store(of_seqs + num_seqs + seqs, 2 * group + tl.where(seqs == first_seq, 0, 1), mask=begun)
     if group == 0:
         tl.store(plan + num_groups * 4, apart)
         tl.store(of_seqs + seqs, keys, mask=is_seq)
-        parts = (tiles + units - 1) // units
-        if GROUP > 1:
-            parts = tl.where(apart != 0, (tiles + PIECE - 1) // PIECE, parts)
-        parts = tl.where(parts > 1, parts, 0)
-        tl.store(of_seqs + num_seqs + seqs, tl.cumsum(parts, 0) - parts, mask=is_seq)
+        if not BALANCED:
+            parts = (tiles + units - 1) // units
+            if GROUP > 1:
+                parts = tl.where(apart != 0, (tiles + PIECE - 1) // PIECE, parts)
+            parts = tl.where(parts > 1, parts, 0)
+            tl.store(of_seqs + num_seqs + seqs, tl.cumsum(parts, 0) - parts, mask=is_seq)
         for begin in range(0, num_flags, SEQS):
             tl.store(flags + begin + seqs, tl.zeros([SEQS], tl.int32), mask=begin + seqs < num_flags)
 
@@ -164,61 +180,59 @@ def join_parts(
 ):  # fmt: skip
     """Join the parts of a sequence's rows from left to right, pieces to groups and groups to the sequence.
 
-    A program has ROWS rows and COLUMNS of their 512 columns. Sequences without keys get 0 and -inf; so do the rows of `out`
-    behind the last sequence, up to `num_tokens` tokens, by the programs of one more sequence. SIDE_BY_SIDE above 0, at least
-    the number of groups, takes the weights of all parts of a BALANCED batch from their highest maximum, with one row a program:
-    faster where parts are many.
+    A program has ROWS rows at a time and COLUMNS of their 512 columns. Sequences without keys get 0 and -inf; so do the rows
+    of `out` behind the last sequence, up to `num_tokens` tokens, by the programs of one more sequence. SIDE_BY_SIDE above 0, at
+    least the number of groups, takes the weights of all parts of a BALANCED batch from their highest maximum, with one row a
+    program: faster where parts are many.
     LAUNCHED_EARLY (programmatic dependent launch) begins while the attention still runs, and waits for it here.
     """
-    tile, seq = tl.program_id(0), tl.program_id(1)
+    seq = tl.program_id(1)
     first_column = tl.program_id(2) * COLUMNS
-    row = tile * ROWS + tl.arange(0, ROWS)
+    own_rows = tl.arange(0, ROWS)
+    step_of_rows = tl.num_programs(0) * ROWS
+    begin_of_rows = tl.program_id(0) * ROWS
     first_token = tl.load(query_start_loc + seq)
+    next_token = tl.load(query_start_loc + seq + 1, mask=seq < num_seqs, other=num_tokens)
     first_row = first_token.to(tl.int64) * NUM_HEADS
+    num_rows = (next_token - first_token) * NUM_HEADS
+    of_seqs = plan + num_groups * 4 + 4 + tl.minimum(seq, num_seqs - 1)
     if LAUNCHED_EARLY:
         gdc_wait()
-    if seq == num_seqs:
-        num_rows = (num_tokens - first_token) * NUM_HEADS
-        for begin in range(tile * ROWS, num_rows, tl.num_programs(0) * ROWS):
-            row = begin + tl.arange(0, ROWS)
+    num_keys = tl.load(of_seqs)
+    first_slot = tl.load(of_seqs + num_seqs)
+    first_group = tl.load(of_seqs + 2 * num_seqs)
+    last_group = tl.load(of_seqs + 3 * num_seqs)
+    is_apart = tl.load(plan + num_groups * 4) != 0
+    if (seq == num_seqs) | (num_keys == 0):
+        for begin in range(begin_of_rows, num_rows, step_of_rows):
+            row = begin + own_rows
             _clear(out, lse, first_row + row, row < num_rows, first_column, COLUMNS)
-    else:
-        of_seqs = plan + num_groups * 4 + 4 + seq
-        num_keys = tl.load(of_seqs)
-        num_rows = (tl.load(query_start_loc + seq + 1) - first_token) * NUM_HEADS
-        is_row = row < num_rows
-        if num_keys == 0:
-            _clear(out, lse, first_row + row, is_row, first_column, COLUMNS)
-        elif (num_keys > 0) & (tile * ROWS < num_rows):
-            first_group = tl.load(of_seqs + 2 * num_seqs)
-            num_parts = tl.load(of_seqs + 3 * num_seqs) - first_group + 1
-            is_apart = False
-            if BALANCED:
-                # A group has two slots: for the sequence that its share begins with, and for the one that it ends with.
-                is_first = tl.load(plan + first_group * 4) == seq
-                first_slot = 2 * first_group + tl.where(is_first, 0, 1)
-                step = 2
-                second_slot = 2 * first_group + 2
-            else:
-                first_slot = tl.load(of_seqs + num_seqs)
-                second_slot = first_slot + 1
-                step = 1
-                num_tiles = (num_keys + TILE - 1) // TILE
-                is_cut = num_parts > 1
-                piece = tl.where(num_keys > LONG_SEQ, LONG_PIECE, PIECE)
-                num_parts = (num_tiles + piece - 1) // piece
-                if GROUP > 1:
-                    is_apart = tl.load(plan + num_groups * 4) != 0
-                    num_parts = tl.where(is_apart, num_parts, (num_parts + GROUP - 1) // GROUP)
-                    num_parts = tl.where(is_cut, num_parts, 1)  # whole sequences are joined where they are attended
-            if num_parts > 1:
+    elif num_keys > 0:
+        num_parts = last_group - first_group + 1
+        step = 1
+        second_slot = first_slot + 1
+        if BALANCED:
+            step = 2
+            second_slot = 2 * first_group + 2
+        else:
+            num_tiles = (num_keys + TILE - 1) // TILE
+            is_cut = num_parts > 1
+            piece = tl.where(num_keys > LONG_SEQ, LONG_PIECE, PIECE)
+            num_parts = (num_tiles + piece - 1) // piece
+            if GROUP > 1:
+                num_parts = tl.where(is_apart, num_parts, (num_parts + GROUP - 1) // GROUP)
+                num_parts = tl.where(is_cut, num_parts, 1)  # whole sequences are joined where they are attended
+        if num_parts > 1:
+            for begin in range(begin_of_rows, num_rows, step_of_rows):
+                row = begin + own_rows
+                is_row = row < num_rows
                 columns = first_column + tl.arange(0, COLUMNS)
                 high = tl.full([ROWS], 0.0 if SIDE_BY_SIDE > 0 else float("-inf"), tl.float32)
                 total = tl.zeros([ROWS], tl.float32)
                 acc = tl.zeros([ROWS, COLUMNS], tl.float32)
                 if SIDE_BY_SIDE > 0:
                     of_row = _highest_of_all(
-                        part_stat, tile, num_parts, first_slot, second_slot, step, rows_per_slot, SIDE_BY_SIDE
+                        part_stat, begin, num_parts, first_slot, second_slot, step, rows_per_slot, SIDE_BY_SIDE
                     )
                     high += of_row[0]
                     total += of_row[1]

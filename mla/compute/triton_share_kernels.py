@@ -24,6 +24,7 @@ __all__ = [
     "opaque_zero",
     "plan_of_seqs",
     "read_share",
+    "scaled",
     "stretch",
     "view_as",
     "weights",
@@ -48,6 +49,34 @@ def let_join_begin():
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+def _scale_text(count: int) -> str:
+    """PTX that multiplies `count` numbers by factors, unless all factors of the warp are 1.
+
+    A thread has numbers of two rows of a tensor core's result, two by two: the first and the third factor are those of both.
+    """
+    product = "".join(f"mul.f32 ${i}, ${count + i}, ${2 * count + i};" for i in range(count))
+    return (
+        "{ .reg .pred p;"
+        + "".join(f"mov.f32 ${i}, ${count + i};" for i in range(count))
+        + f"setp.neu.f32 p, ${2 * count}, 0f3F800000;"
+        + f"setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
+        + "vote.sync.any.pred p, p, 0xffffffff;"
+        + f"@!p bra.uni DONE; {product} DONE: }}"
+    )
+
+
+AT_ONCE = gl.constexpr(32)
+SCALE = gl.constexpr(_scale_text(32))
+SCALE_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + ["f"] * 64))
+
+
+@gluon.jit
+def scaled(acc, factor):
+    """A tensor core's result times a factor of each row; a warp whose factors are all 1 spares itself the products."""
+    factors = gl.broadcast(acc, factor[:, None])[1]
+    return gl.inline_asm_elementwise(SCALE, SCALE_OPERANDS, [acc, factors], dtype=gl.float32, is_pure=True, pack=AT_ONCE)
 
 
 @gluon.jit
