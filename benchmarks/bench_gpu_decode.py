@@ -25,6 +25,7 @@ and the exit code is 1. With ``--bars`` a bar that is missed makes it 3.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -36,6 +37,7 @@ import torch
 from gpu_bars import bars_of, misses, report
 from gpu_measure import (
     Settings,
+    checked_shapes,
     decode_shapes,
     first_calls,
     measure_decode,
@@ -129,16 +131,27 @@ def compile_first(args: argparse.Namespace) -> None:
 
 
 def _share(settings: Settings, which: str) -> None:
-    """The first calls of one process, which takes every n-th class of shapes."""
+    """The first calls of one process, which takes every n-th pair of a set and a class of shapes."""
     i, n = map(int, which.split("/"))
-    classes = sorted({kernel_class(shape) for shape in decode_shapes(settings)}, key=str)
-    first_calls(settings, [shape for shape in decode_shapes(settings) if kernel_class(shape) in classes[i::n]])
+    called = [*checked_shapes(settings), *decode_shapes(settings)]
+    classes = sorted({kernel_class(shape) for shape in called}, key=str)
+    for kernels, kind in list(itertools.product(settings.sets, classes))[i::n]:
+        first_calls(attrs.evolve(settings, sets=(kernels,)), [shape for shape in called if kernel_class(shape) == kind])
 
 
 def measure(args: argparse.Namespace, settings: Settings) -> list[Row]:
     """The rows of everything asked for."""
     wanted = [*OPS] if args.op == "all" else [args.op]
-    found = [row for op in wanted for measured in OPS[op] for row in measured(settings)]
+    found: list[Row] = []
+    for measured in [measured for op in wanted for measured in OPS[op]]:
+        found += measured(settings)
+        if args.json is not None:  # what there is, should the run be cut short
+            args.json.write_text(json.dumps(rated(found, settings), indent=1) + "\n")
+    return rated(found, settings)
+
+
+def rated(found: Sequence[Row], settings: Settings) -> list[Row]:
+    """The rows with the ceilings of the run, and what share of them they reach."""
     if not found:
         return []
     ceilings = rate_of_run(settings.ceilings)
@@ -173,8 +186,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     bars = bars_of(found)
     if args.bars:
         print("\n" + report(bars))
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
     progress("done")
     return 3 if args.bars and misses(bars) else 0
 

@@ -33,6 +33,7 @@ __all__ = [
     "Settings",
     "case_of",
     "check_decode",
+    "checked_shapes",
     "decode_shapes",
     "first_calls",
     "is_measured",
@@ -118,6 +119,13 @@ def decode_shapes(settings: Settings) -> list[shapes.GpuShape]:
     return named(shapes.QUICK_DECODE if settings.quick else shapes.DECODE, settings.shape)
 
 
+def checked_shapes(settings: Settings) -> list[shapes.GpuShape]:
+    """What is only compared with float64: odd lengths for every kernel that is measured, and larger scores."""
+    measured = decode_shapes(settings)
+    odd = {shapes.kernel_class(shape): shapes.odd_shape(shape, quick=settings.quick) for shape in measured}
+    return [*odd.values(), *named(shapes.QUICK_CHECKED if settings.quick else shapes.CHECKED, settings.shape)]
+
+
 def is_measured(kernels: KernelSet, shape: shapes.GpuShape) -> bool:
     """Whether a set takes part: the portable kernel on Hopper only where there are figures of others to compare with."""
     return kernels.name != PORTABLE or shape.name in shapes.FEW_SHAPES or shape.query_scale > 1
@@ -187,11 +195,8 @@ def check_decode(settings: Settings) -> dict[tuple[str, str], dict[str, float]]:
     CheckError
         Naming the first result beyond its limits, or a second call with other bits.
     """
-    measured = decode_shapes(settings)
-    odd = {shapes.kernel_class(shape): shapes.odd_shape(shape, quick=settings.quick) for shape in measured}
-    large = named(shapes.QUICK_CHECKED if settings.quick else shapes.CHECKED, settings.shape)
     found: dict[tuple[str, str], dict[str, float]] = {}
-    for shape in [*odd.values(), *large, *measured]:
+    for shape in [*checked_shapes(settings), *decode_shapes(settings)]:
         sets = [kernels for kernels in settings.sets if is_measured(kernels, shape)]
         if not sets:
             continue
@@ -233,12 +238,9 @@ def _errors(kernels: KernelSet, inputs: DecodeInputs, want: torch.Tensor, want_l
 
 def checked_rows(settings: Settings, errors: Mapping[tuple[str, str], Mapping[str, float]]) -> list[Row]:
     """Rows of what was only compared with float64: odd lengths and larger scores."""
-    measured = decode_shapes(settings)
-    odd = {shapes.kernel_class(shape): shapes.odd_shape(shape, quick=settings.quick) for shape in measured}
-    more = shapes.QUICK_CHECKED if settings.quick else shapes.CHECKED
     return [
         make_row(_decode_case("check", shape, settings), name, None, **found)
-        for shape in [*odd.values(), *more]
+        for shape in checked_shapes(settings)
         for (of_shape, name), found in errors.items()
         if of_shape == shape.name
     ]

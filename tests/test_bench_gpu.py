@@ -177,11 +177,28 @@ def test_shapes_are_chosen_by_name_and_every_class_is_compiled_once(load, monkey
     assert "B2 H2 L48 new 3" in text
     assert "B3 H2 ragged" not in text
     seen = []
-    monkeypatch.setattr(bench, "first_calls", lambda _, shapes: seen.append({shape.name for shape in shapes}))
+    monkeypatch.setattr(bench, "first_calls", lambda settings, shapes: seen.append((settings, {x.name for x in shapes})))
     for i in range(2):
         assert bench.main([*QUICK, "--first-calls", f"{i}/2"]) == 0
-    assert not seen[0] & seen[1]
-    assert seen[0] | seen[1] == {shape.name for shape in load("gpu_shapes").QUICK_DECODE}
+    settings = seen[0][0]
+    called = [*load("gpu_measure").checked_shapes(settings), *load("gpu_measure").decode_shapes(settings)]
+    for name in {kernels.name for settings, _ in seen for kernels in settings.sets}:
+        shared_out = [names for settings, names in seen if settings.sets[0].name == name]
+        assert sorted(x for names in shared_out for x in names) == sorted(shape.name for shape in called)
+
+
+def test_a_run_that_is_cut_short_leaves_what_it_has_measured(load, monkeypatch, tmp_path):
+    bench, path = load("bench_gpu_decode"), tmp_path / "gpu.json"
+
+    def cut_short(settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(bench.OPS, "decode", (*bench.OPS["decode"][:1], cut_short))
+    with pytest.raises(KeyboardInterrupt):
+        bench.main([*QUICK, "--op", "decode", "--json", str(path)])
+    rows = json.loads(path.read_text())
+    assert {row["op"] for row in rows} == {"check", "decode"}
+    assert all(row["of_matmul"] > 0 for row in rows if row["op"] == "decode")
 
 
 def test_first_calls_run_and_processes_are_started(load, capsys):
