@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).parent.parent
-TEXTS = (ROOT / "README.md", ROOT / "docs" / "theory.md", ROOT / "CHANGELOG.md")
+TEXTS = (ROOT / "README.md", ROOT / "docs" / "theory.md", ROOT / "docs" / "devices.md", ROOT / "CHANGELOG.md")
 TO_PRIVATE = re.compile(r'<a href="[^"]*#_[A-Za-z][^"]*"[^>]*>(.*?)</a>', re.DOTALL)
 NAME = re.compile(r"`(mla(?:\.\w+)+)`")
 
