@@ -147,6 +147,8 @@ def _step_of_first(state, work, phase, tile, MASKED: gl.constexpr, GATHERED: gl.
     high_0.store(new_high)
     raw = gl.exp2(scores * scale_log2 - new_high[:, None])
     weights = raw.to(keys.dtype)
+    # Every warp's products with the RoPE columns must be through before weights take their place.
+    barrier()
     rope_0.store(weights)
     fence_async_shared()
     mbarrier.arrive(ready.index(0))
@@ -195,8 +197,7 @@ def _step_of_second(state, work, phase, tile, MASKED: gl.constexpr, GATHERED: gl
     high_1.store(high)
     raw = gl.exp2(scores * scale_log2 - high[:, None])
     weights = raw.to(keys.dtype)
-    # Every warp's products with the RoPE columns must be through before weights take their place.
-    barrier()
+    barrier()  # as in the first group
     rope_1.store(weights)
     fence_async_shared()
     mbarrier.arrive(ready.index(1))
