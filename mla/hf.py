@@ -65,6 +65,19 @@ def replace_attention(model: Any, *, kernels: KernelSet | None = None, block_siz
         ones and adapters.
     KernelError
         A kernel set that cannot run such a model.
+
+    Examples
+    --------
+    >>> from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    >>> config = DeepseekV3Config(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+    ...                           num_attention_heads=2, num_key_value_heads=2, first_k_dense_replace=2)
+    >>> model = DeepseekV3ForCausalLM(config).eval()
+    >>> tokens = torch.tensor([[5, 9, 2, 7]])
+    >>> with torch.no_grad():
+    ...     expected = model(tokens).logits
+    ...     replace_attention(model)
+    ...     torch.allclose(model(tokens).logits, expected, atol=1e-4)
+    True
     """
     base, kind = _base_model(model)
     check_int("block_size", block_size, low=1, error=WeightsError)
@@ -93,6 +106,18 @@ def restore_attention(model: Any) -> None:
     ------
     WeightsError
         A model without replaced attention.
+
+    Examples
+    --------
+    >>> from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    >>> config = DeepseekV3Config(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+    ...                           num_attention_heads=2, num_key_value_heads=2, first_k_dense_replace=2)
+    >>> model = DeepseekV3ForCausalLM(config).eval()
+    >>> before = model.model.layers[0].self_attn
+    >>> replace_attention(model)
+    >>> restore_attention(model)
+    >>> model.model.layers[0].self_attn is before
+    True
     """
     base, _ = _base_model(model)
     layers = _replaced(base)
@@ -124,6 +149,19 @@ def latent_cache(model: Any, *, num_blocks: int | None = None) -> Any:
         A model without replaced attention.
     CacheError
         `num_blocks` below 1.
+
+    Examples
+    --------
+    >>> from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    >>> config = DeepseekV3Config(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+    ...                           num_attention_heads=2, num_key_value_heads=2, first_k_dense_replace=2)
+    >>> model = DeepseekV3ForCausalLM(config).eval()
+    >>> replace_attention(model)
+    >>> cache = latent_cache(model, num_blocks=8)
+    >>> with torch.no_grad():
+    ...     out = model(torch.tensor([[5, 9, 2, 7]]), cache=cache)
+    >>> cache.layers[0].latent_cache.shape, cache.layers[0].latents.num_used_blocks
+    (torch.Size([8, 16, 576]), 1)
     """
     from transformers import Cache
 

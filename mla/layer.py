@@ -99,6 +99,20 @@ def attend(
     ------
     KernelError, CacheError
         Arguments that do not fit each other or the kernel set; the cache is unchanged then.
+
+    Examples
+    --------
+    A prompt of 5 tokens, then one new token of a sequence of 17.
+
+    >>> from mla import RopeSpec, build_metadata, decode_group, kernels_for, prompt_group
+    >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+    ...                rope=RopeSpec(dim=8, interleaved=True))
+    >>> metadata = build_metadata([prompt_group(5, [7]), decode_group(17, [3, 2])], block_size=16)
+    >>> q, kv_c, k_pe, kv_b_proj = (torch.randn(shape) for shape in ((6, 4, 24), (6, 32), (6, 8), (160, 32)))
+    >>> cache = torch.zeros(8, 16, dims.latent_dim)
+    >>> out, lse = attend(q, kv_c, k_pe, cache, metadata, kv_b_proj=kv_b_proj, dims=dims, kernels=kernels_for("cpu"))
+    >>> out.shape, lse.shape, torch.equal(cache[7, :5, :32], kv_c[:5])
+    (torch.Size([6, 4, 24]), torch.Size([6, 4]), True)
     """
     check_instance("metadata", metadata, MLAMetadata, KernelError)
     check_instance("dims", dims, MLADims, KernelError)
@@ -202,6 +216,18 @@ def mla_attention(
     References
     ----------
     DeepSeek-AI, "DeepSeek-V2", section 2.1 and appendix C.
+
+    Examples
+    --------
+    >>> import mla
+    >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+    ...                rope=mla.RopeSpec(dim=8, interleaved=True))
+    >>> weights, table = mla.MLAAttention(dims, hidden_size=64).requires_grad_(False).weights, mla.rope_table(dims.rope, 128)
+    >>> metadata = mla.build_metadata([mla.prompt_group(5, [7])], block_size=16)
+    >>> cache = torch.zeros(8, 16, dims.latent_dim)
+    >>> out, lse = mla_attention(torch.randn(5, 64), weights, cache, metadata, table, mla.kernels_for("cpu"))
+    >>> out.shape, lse.shape, int(cache.any(dim=2).sum())
+    (torch.Size([5, 64]), torch.Size([5, 4]), 5)
     """
     check_instance("weights", weights, MLAWeights, KernelError)
     check_instance("metadata", metadata, MLAMetadata, KernelError)

@@ -38,6 +38,14 @@ def dims_from_config(config: Mapping[str, Any] | Any) -> MLADims:
         A missing entry or an unknown kind of RoPE scaling.
     DimsError
         Numbers that cannot be.
+
+    Examples
+    --------
+    >>> config = {"num_attention_heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    ...           "v_head_dim": 128, "q_lora_rank": 1536}
+    >>> dims = dims_from_config(config)
+    >>> dims.latent_dim, dims.rope
+    (576, RopeSpec(dim=64, interleaved=True, theta=10000.0, yarn=None))
     """
     if isinstance(config, Mapping):
         values: Mapping[str, Any] = config
@@ -200,6 +208,20 @@ def weights_from_state_dict(
     ------
     WeightsError
         Missing or unexpected tensors below the prefix, or wrong shapes.
+
+    Examples
+    --------
+    >>> from mla import MLAAttention
+    >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+    ...                rope=RopeSpec(dim=8, interleaved=True))
+    >>> state = {f"attn.{name}": weight for name, weight in MLAAttention(dims, hidden_size=64).state_dict().items()}
+    >>> weights_from_state_dict(state, dims, prefix="attn.", dtype=torch.bfloat16).kv_b_proj.dtype
+    torch.bfloat16
+    >>> del state["attn.o_proj.weight"]
+    >>> weights_from_state_dict(state, dims, prefix="attn.")
+    Traceback (most recent call last):
+        ...
+    mla.errors.WeightsError: attn.o_proj.weight: expected a tensor in the state dict, got none
     """
     if dtype is not None and dtype not in FLOATS:
         raise WeightsError(f"dtype: expected {' or '.join(map(dtype_name, FLOATS))}, got {dtype}")
@@ -253,6 +275,19 @@ def load_weights(
     ------
     WeightsError
         Missing files or tensors, or wrong shapes.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from safetensors.torch import save_file
+    >>> from mla import MLAAttention
+    >>> config = {"num_attention_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+    >>> state = MLAAttention(dims_from_config(config), hidden_size=64).state_dict()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "config.json").write_text(json.dumps(config))
+    ...     save_file({layer_prefix(3) + name: x for name, x in state.items()}, Path(folder, "model.safetensors"))
+    ...     load_weights(folder, layer=3).kv_b_proj.shape
+    torch.Size([160, 32])
     """
     check_int("layer", layer, low=0, error=WeightsError)
     root = Path(folder)

@@ -33,6 +33,15 @@ class LayerParameters(nn.Module):
     ----------
     dims : MLADims
         Dimensions.
+
+    Examples
+    --------
+    >>> from mla import RopeSpec
+    >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+    ...                rope=RopeSpec(dim=8, interleaved=True))
+    >>> layer = MLAAttention(dims, hidden_size=64)
+    >>> isinstance(layer, LayerParameters), layer.weights.kv_b_proj is layer.kv_b_proj.weight, layer.weights is layer.weights
+    (True, True, True)
     """
 
     def __init__(self, dims: MLADims) -> None:
@@ -185,13 +194,33 @@ class MLAAttention(LayerParameters):
         return self._kernels
 
     def reset_parameters(self) -> None:
-        """Draw new projections, as `torch.nn.Linear` does, and set the norms to 1."""
+        """Draw new projections, as `torch.nn.Linear` does, and set the norms to 1.
+
+        Examples
+        --------
+        >>> from mla import RopeSpec
+        >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+        ...                rope=RopeSpec(dim=8, interleaved=True))
+        >>> layer = MLAAttention(dims, hidden_size=64, device="meta").to_empty(device="cpu")
+        >>> layer.reset_parameters()
+        >>> layer.kernels.name, bool((layer.kv_a_layernorm.weight == 1).all())
+        ('CPU_MLA', True)
+        """
         for child in self.children():
             if isinstance(child, (nn.Linear, nn.RMSNorm)):
                 child.reset_parameters()
 
     def extra_repr(self) -> str:
-        """Dimensions and kernels."""
+        """Dimensions and kernels.
+
+        Examples
+        --------
+        >>> from mla import RopeSpec
+        >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+        ...                rope=RopeSpec(dim=8, interleaved=True))
+        >>> MLAAttention(dims, hidden_size=64, kernels=kernels_for("cpu")).extra_repr()
+        'num_heads=4, kv_lora_rank=32, q_lora_rank=None, qk_head_dim=16+8, v_head_dim=24, kernels=CPU_MLA'
+        """
         dims = self.dims
         kernels = "none" if self._kernels is None else self._kernels.name
         return (
@@ -242,6 +271,18 @@ class MLAAttention(LayerParameters):
         ------
         KernelError, CacheError
             Arguments that do not fit each other or the kernel set; the cache is unchanged then.
+
+        Examples
+        --------
+        >>> from mla import RopeSpec, build_metadata, decode_group, rope_table
+        >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+        ...                rope=RopeSpec(dim=8, interleaved=True))
+        >>> layer, cache = MLAAttention(dims, hidden_size=64), torch.randn(8, 16, dims.latent_dim)
+        >>> metadata = build_metadata([decode_group(17, [7, 2])], block_size=16)
+        >>> with torch.no_grad():
+        ...     out, lse = layer(torch.randn(1, 64), cache, metadata, rope_table(dims.rope, 128), return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([1, 64]), torch.Size([1, 4]))
         """
         out, lse = mla_attention(
             hidden_states, self.weights, latent_cache, metadata, table, self.kernels, plan=plan, workspace=workspace

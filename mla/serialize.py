@@ -33,21 +33,9 @@ IntArray = npt.NDArray[np.integer[Any]]
 MAX_JSON_BYTES = 1 << 26
 """Longest text that is read: 64 MiB."""
 
-RECORDS: dict[str, type] = {
-    record.__name__: record
-    for record in (
-        SequenceGroup,
-        MLADims,
-        RopeSpec,
-        YarnSpec,
-        LatentCacheSpec,
-        MLAMetadata,
-        PrefillMetadata,
-        DecodeMetadata,
-        ContextChunk,
-        PagedKV,
-    )
-}
+_VALUES = (SequenceGroup, MLADims, RopeSpec, YarnSpec, LatentCacheSpec)
+_METADATA = (MLAMetadata, PrefillMetadata, DecodeMetadata, ContextChunk, PagedKV)
+RECORDS: dict[str, type] = {record.__name__: record for record in (*_VALUES, *_METADATA)}
 """What `to_json` takes and `from_json` returns, by the name under ``"type"``."""
 
 ARRAY_FIELDS = {"dtype", "shape", "data"}
@@ -122,6 +110,11 @@ def dumps(record: object, *, indent: int | None = None) -> str:
     ------
     GoldenError
         As `to_json`.
+
+    Examples
+    --------
+    >>> dumps(RopeSpec(dim=64, interleaved=True))
+    '{"type": "RopeSpec", "dim": 64, "interleaved": true, "theta": 10000.0, "yarn": null}'
     """
     return json.dumps(to_json(record), indent=indent, allow_nan=False)
 
@@ -136,9 +129,8 @@ def loads(text: str | bytes) -> Any:
 
     Examples
     --------
-    >>> from mla.metadata import prompt_group
-    >>> loads(dumps(prompt_group(5, [7, 2], context_len=16))).block_ids
-    ((7, 2),)
+    >>> loads(dumps(YarnSpec(factor=40.0, original_max_position_embeddings=4096))).factor
+    40.0
     """
     return from_json(parse_json(text))
 
@@ -157,6 +149,11 @@ def parse_json(text: str | bytes, field: str = "json") -> Any:
     ------
     GoldenError
         Anything else.
+
+    Examples
+    --------
+    >>> parse_json('{"lengths": [5, 17]}')
+    {'lengths': [5, 17]}
     """
     if not isinstance(text, (str, bytes)) or len(text) > MAX_JSON_BYTES:
         got = f"{len(text)} bytes" if isinstance(text, (str, bytes)) else describe(text)
@@ -207,6 +204,11 @@ def fields_to_json(record: Any, path: str) -> dict[str, Any]:
     ------
     GoldenError
         A field that JSON cannot hold.
+
+    Examples
+    --------
+    >>> fields_to_json(RopeSpec(dim=64, interleaved=True), "rope")
+    {'dim': 64, 'interleaved': True, 'theta': 10000.0, 'yarn': None}
     """
     cls: Any = type(record)
     return {name: _encode(getattr(record, name), hint, f"{path}.{name}") for name, hint in _hints(cls).items()}
@@ -228,6 +230,11 @@ def fields_from_json(cls: type[T], data: object, path: str) -> T:
     ------
     GoldenError
         Unknown or missing fields, values of the wrong type, or anything that `cls` refuses.
+
+    Examples
+    --------
+    >>> fields_from_json(RopeSpec, {"dim": 64, "interleaved": True}, "rope").theta
+    10000.0
     """
     if not isinstance(data, dict):
         raise GoldenError(f"{path}: expected an object with the fields of {cls.__name__}, got {_short(data)}")
@@ -294,9 +301,7 @@ def _encode(value: Any, hint: Any, path: str) -> Any:
     item = _item_type(kind)
     if item is None:
         return ENCODE[_kind(kind)](value, kind, path)
-    if not isinstance(value, tuple):
-        _refuse(path, "a tuple", value)
-    return [_encode(each, item, f"{path}[{i}]") for i, each in enumerate(value)]
+    return [_encode(each, item, f"{path}[{i}]") for i, each in enumerate(_instance(value, tuple, path))]
 
 
 def _decode(data: Any, hint: Any, path: str) -> Any:
@@ -306,9 +311,7 @@ def _decode(data: Any, hint: Any, path: str) -> Any:
     item = _item_type(kind)
     if item is None:
         return DECODE[_kind(kind)](data, kind, path)
-    if not isinstance(data, list):
-        _refuse(path, "a list", data)
-    return tuple(_decode(each, item, f"{path}[{i}]") for i, each in enumerate(data))
+    return tuple(_decode(each, item, f"{path}[{i}]") for i, each in enumerate(_instance(data, list, path)))
 
 
 def _blocks_to_json(value: Any, _: Any, path: str) -> Any:
@@ -331,7 +334,7 @@ def _dtype_from_json(data: Any, _: Any, path: str) -> torch.dtype:
 
 def _instance(value: Any, kind: type, path: str) -> Any:
     if not isinstance(value, kind):
-        _refuse(path, {"dict": "an object", "list": "a list"}.get(kind.__name__, kind.__name__), value)
+        _refuse(path, {"dict": "an object", "list": "a list", "tuple": "a tuple"}.get(kind.__name__, kind.__name__), value)
     return value
 
 

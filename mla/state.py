@@ -80,8 +80,8 @@ class DecodeGraphState:
     >>> with state.capture():
     ...     captured = state.metadata_for(4)
     >>> record = state.load_(build_metadata([decode_group(17, [3, 9])], block_size=16))
-    >>> captured.decode.seq_lens.tolist(), captured.slot_mapping.tolist()
-    ([17, 0, 0, 0], [144, -1, -1, -1])
+    >>> captured.decode.seq_lens.tolist(), captured.slot_mapping.tolist(), state.max_num_decodes, state.steps_left
+    ([17, 0, 0, 0], [144, -1, -1, -1], 4, 15)
     """
 
     def __init__(
@@ -170,6 +170,13 @@ class DecodeGraphState:
         ------
         MetadataError
             A capture within a capture.
+
+        Examples
+        --------
+        >>> state = DecodeGraphState(max_num_seqs=4, max_seq_len=64, block_size=16, num_blocks=32)
+        >>> with state.capture():  # on a GPU, capture one graph over each record
+        ...     [state.metadata_for(size).num_decodes for size in (1, 4)]
+        [1, 4]
         """
         if self._capturing:
             raise MetadataError("capture: expected no capture in progress, got one inside another")
@@ -197,6 +204,13 @@ class DecodeGraphState:
         ------
         MetadataError
             Outside of `capture`, or more sequences than the buffers hold.
+
+        Examples
+        --------
+        >>> with DecodeGraphState(max_num_seqs=4, max_seq_len=64, block_size=16, num_blocks=32).capture() as state:
+        ...     decode = state.metadata_for(2).decode
+        >>> decode.max_seq_len, decode.min_num_blocks, decode.over_buffers
+        (64, 32, True)
         """
         if not self._capturing:
             raise MetadataError("metadata_for: expected a capture in progress, got a call outside of it")
@@ -235,7 +249,17 @@ class DecodeGraphState:
         return MLAMetadata(slot_mapping=slots, positions=positions, block_size=self._block_size, decode=decode)
 
     def clear_(self) -> None:
-        """Make every row empty."""
+        """Make every row empty.
+
+        Examples
+        --------
+        >>> from mla import build_metadata, decode_group
+        >>> state = DecodeGraphState(max_num_seqs=2, max_seq_len=64, block_size=16, num_blocks=32)
+        >>> record = state.load_(build_metadata([decode_group(17, [3, 9])], block_size=16))
+        >>> state.clear_()
+        >>> record.decode.seq_lens.tolist(), record.slot_mapping.tolist()
+        ([0, 0], [-1, -1])
+        """
         for tensor in self._tensors():
             tensor.zero_()
         self._slot_mapping.fill_(-1)
@@ -260,6 +284,13 @@ class DecodeGraphState:
         ------
         MetadataError
             A batch that does not fit; nothing is written then.
+
+        Examples
+        --------
+        >>> from mla import build_metadata, decode_group
+        >>> state = DecodeGraphState(max_num_seqs=4, max_seq_len=64, block_size=16, num_blocks=32, capture_sizes=[2])
+        >>> state.load_(build_metadata([decode_group(17, [3, 9])], block_size=16)).decode.seq_lens.tolist()
+        [17, 0]
         """
         decode, size = self._check_fits(metadata)
         last, rows, tokens = self._batch, decode.num_seqs, decode.num_tokens
@@ -341,6 +372,14 @@ class DecodeGraphState:
         ------
         MetadataError
             Nothing is loaded, or a sequence has no block for the next token; nothing is written then.
+
+        Examples
+        --------
+        >>> from mla import build_metadata, decode_group
+        >>> state = DecodeGraphState(max_num_seqs=2, max_seq_len=64, block_size=16, num_blocks=32)
+        >>> record = state.load_(build_metadata([decode_group(17, [3, 9])], block_size=16))
+        >>> state.advance_().slot_mapping.tolist(), state.steps_left
+        ([145, -1], 14)
         """
         batch = self._batch
         if not batch.size:

@@ -58,6 +58,16 @@ class MLAWeights:
     ------
     WeightsError
         Missing or superfluous weights; a wrong shape; weights of several dtypes or devices.
+
+    Examples
+    --------
+    >>> from mla.metadata import RopeSpec
+    >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+    ...                rope=RopeSpec(dim=8, interleaved=True))
+    >>> weights = MLAWeights(dims=dims, q_proj=torch.randn(96, 64), kv_a_proj_with_mqa=torch.randn(40, 64),
+    ...                      kv_a_layernorm=torch.ones(32), kv_b_proj=torch.randn(160, 32), o_proj=torch.randn(64, 96))
+    >>> weights.hidden_size, weights.dtype, weights.device
+    (64, torch.float32, device(type='cpu'))
     """
 
     dims: MLADims
@@ -121,7 +131,17 @@ class MLAWeights:
         return {name: value for name, value in values.items() if value is not None}
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> MLAWeights:
-        """The same weights on another device or in another dtype; None keeps what is."""
+        """The same weights on another device or in another dtype; None keeps what is.
+
+        Examples
+        --------
+        >>> from mla import MLAAttention, RopeSpec
+        >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+        ...                rope=RopeSpec(dim=8, interleaved=True))
+        >>> weights = MLAAttention(dims, hidden_size=64, device="cpu").weights.to(dtype=torch.bfloat16)
+        >>> weights.dtype, weights.o_proj.dtype, weights.device.type
+        (torch.bfloat16, torch.bfloat16, 'cpu')
+        """
         return self._map(lambda weight: weight.to(device=device, dtype=dtype))
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MLAWeights:
@@ -147,6 +167,15 @@ class MLAWeights:
         ------
         WeightsError
             A rank out of range, or heads that cannot be split evenly.
+
+        Examples
+        --------
+        >>> from mla import MLAAttention, RopeSpec
+        >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+        ...                rope=RopeSpec(dim=8, interleaved=True))
+        >>> part = MLAAttention(dims, hidden_size=64).weights.shard(1, 2)
+        >>> part.dims.num_heads, part.kv_b_proj.shape, part.o_proj.shape
+        (2, torch.Size([80, 32]), torch.Size([64, 48]))
         """
         check_int("world_size", world_size, low=1, error=WeightsError)
         check_int("rank", rank, low=0, high=world_size - 1, error=WeightsError)

@@ -33,6 +33,13 @@ class SequenceBlocks:
         Leading tokens whose rows are in the cache; the others are to be computed next.
     num_reused : int
         Leading tokens that were found in the pool when the sequence was allocated.
+
+    Examples
+    --------
+    >>> pool = BlockPool.empty(num_blocks=8, block_size=4).allocate("a", [1, 2, 3, 4, 5])
+    >>> sequence = pool.mark_computed("a", 3)["a"]
+    >>> sequence.block_ids, sequence.num_computed, sequence.num_new
+    ((0, 1), 3, 2)
     """
 
     token_ids: tuple[int, ...]
@@ -92,8 +99,8 @@ class BlockPool(Shown):
     >>> pool = BlockPool.empty(num_blocks=8, block_size=4)
     >>> pool = pool.allocate("a", [1, 2, 3, 4, 5]).mark_computed("a")
     >>> pool = pool.allocate("b", [1, 2, 3, 4, 9])
-    >>> pool["b"].num_computed, pool["a"].block_ids[0] == pool["b"].block_ids[0]
-    (4, True)
+    >>> pool["b"].num_computed, pool["a"].block_ids[0] == pool["b"].block_ids[0], pool.num_free
+    (4, True, 5)
     """
 
     num_blocks: int
@@ -118,6 +125,12 @@ class BlockPool(Shown):
         ------
         CacheError
             A size below 1.
+
+        Examples
+        --------
+        >>> pool = BlockPool.empty(num_blocks=8, block_size=4)
+        >>> pool.num_free, dict(pool.sequences)
+        (8, {})
         """
         check_int("num_blocks", num_blocks, low=1, error=CacheError)
         return cls(
@@ -168,6 +181,16 @@ class BlockPool(Shown):
         ------
         CacheError
             A name in use, no tokens, or too few free blocks.
+
+        Examples
+        --------
+        >>> pool = BlockPool.empty(num_blocks=3, block_size=4).allocate("a", [1, 2, 3, 4, 5], lookahead=4)
+        >>> pool["a"].block_ids, pool.num_free
+        ((0, 1, 2), 0)
+        >>> pool.allocate("b", [6])
+        Traceback (most recent call last):
+            ...
+        mla.errors.CacheError: free blocks: expected at least 1, got 0
         """
         _check_name("seq_id", seq_id)
         if seq_id in self.sequences:
@@ -207,6 +230,13 @@ class BlockPool(Shown):
         ------
         CacheError
             An unknown sequence or too few free blocks.
+
+        Examples
+        --------
+        >>> pool = BlockPool.empty(num_blocks=8, block_size=4).allocate("a", [1, 2, 3, 4, 5]).mark_computed("a")
+        >>> pool, copies = pool.fork("a", "b").append("b", [6])
+        >>> copies, pool["a"].block_ids, pool["b"].block_ids  # block 1 was shared
+        (((1, 2),), (0, 1), (0, 2))
         """
         sequence, tokens = self[seq_id], self._tokens(token_ids)
         check_int("lookahead", lookahead, low=0, error=CacheError)
@@ -231,6 +261,14 @@ class BlockPool(Shown):
         ------
         CacheError
             An unknown sequence, or more tokens than it has.
+
+        Examples
+        --------
+        >>> pool = BlockPool.empty(num_blocks=8, block_size=4).allocate("a", [1, 2, 3, 4, 5])
+        >>> pool.allocate("b", [1, 2, 3, 4, 5])["b"].num_reused  # nothing is in the cache yet
+        0
+        >>> pool.mark_computed("a").allocate("b", [1, 2, 3, 4, 5])["b"].num_reused
+        4
         """
         sequence = self[seq_id]
         count = sequence.num_new if num_tokens is None else num_tokens
@@ -258,6 +296,13 @@ class BlockPool(Shown):
         ------
         CacheError
             An unknown sequence, a name in use, or tokens that are still to be computed.
+
+        Examples
+        --------
+        >>> pool = BlockPool.empty(num_blocks=8, block_size=4).allocate("a", [1, 2, 3, 4, 5]).mark_computed("a")
+        >>> pool = pool.fork("a", "b")
+        >>> pool["b"].block_ids, pool.holders[:3], pool.num_free
+        ((0, 1), (2, 2, 0), 6)
         """
         sequence = self[seq_id]
         _check_name("new_id", new_id)
@@ -277,6 +322,12 @@ class BlockPool(Shown):
         ------
         CacheError
             An unknown sequence.
+
+        Examples
+        --------
+        >>> pool = BlockPool.empty(num_blocks=8, block_size=4).allocate("a", [1, 2, 3, 4, 5]).mark_computed("a").free("a")
+        >>> pool.num_free, pool.allocate("b", [1, 2, 3, 4, 9])["b"].num_reused  # block 0 is found again
+        (8, 4)
         """
         sequence = self[seq_id]
         # Last blocks first: the start of a prompt is the likeliest to be asked for again.

@@ -78,6 +78,18 @@ def write_latent_cache_(latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: to
     CacheError
         Shapes, dtypes or devices that do not fit; on the CPU also a slot outside the cache or one given twice. Nothing is
         written then.
+
+    Examples
+    --------
+    >>> latent_cache = torch.zeros(3, 2, 3)  # 3 blocks of 2 tokens, kv_lora_rank 2 and one rope column
+    >>> kv_c, k_pe = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0], [6.0]])
+    >>> write_latent_cache_(latent_cache, kv_c, k_pe, torch.tensor([5, -1]))  # the second token is not stored
+    >>> latent_cache[2].tolist()
+    [[0.0, 0.0, 0.0], [1.0, 2.0, 5.0]]
+    >>> write_latent_cache_(latent_cache, kv_c, k_pe, torch.tensor([5, 6]))
+    Traceback (most recent call last):
+        ...
+    mla.errors.CacheError: slot_mapping: expected slots in -1..5, got 6
     """
     check_write(latent_cache, kv_c, k_pe, slot_mapping)
     device, latent_dim = latent_cache.device, latent_cache.shape[2]
@@ -155,6 +167,13 @@ def gather_latent_cache(latent_cache: torch.Tensor, slots: torch.Tensor, *, out:
     ------
     CacheError
         Shapes, dtypes or devices that do not fit, a workspace that is too small; on the CPU also a slot outside the cache.
+
+    Examples
+    --------
+    >>> latent_cache = torch.arange(12.0).view(3, 2, 2)
+    >>> workspace = torch.empty(8, 2)
+    >>> gather_latent_cache(latent_cache, torch.tensor([4, 0]), out=workspace).tolist()
+    [[8.0, 9.0], [0.0, 1.0]]
     """
     check_gather(latent_cache, slots, out)
     device, num_rows = latent_cache.device, slots.shape[0]
@@ -201,6 +220,13 @@ def copy_blocks_(latent_caches: Sequence[torch.Tensor], src_to_dst: torch.Tensor
     ------
     CacheError
         Blocks outside a cache or a destination given twice; nothing is written then.
+
+    Examples
+    --------
+    >>> layers = [torch.arange(6.0).view(3, 2, 1), torch.arange(6.0, 12.0).view(3, 2, 1)]
+    >>> copy_blocks_(layers, torch.tensor([[0, 2], [2, 1]]))
+    >>> [latent_cache.flatten().tolist() for latent_cache in layers]
+    [[0.0, 1.0, 4.0, 5.0, 0.0, 1.0], [6.0, 7.0, 10.0, 11.0, 6.0, 7.0]]
     """
     caches = as_items("latent_caches", latent_caches, CacheError)
     if not caches:
@@ -234,6 +260,13 @@ def swap_blocks_(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: t
     ------
     CacheError
         Caches that differ in layout, blocks outside them, or a destination given twice; nothing is written then.
+
+    Examples
+    --------
+    >>> latent_cache, swapped_out = torch.arange(6.0).view(3, 2, 1), torch.zeros(8, 2, 1)
+    >>> swap_blocks_(latent_cache, swapped_out, torch.tensor([[1, 7]]))
+    >>> swapped_out[7].flatten().tolist()
+    [2.0, 3.0]
     """
     check_latent_cache("src_cache", src_cache)
     check_latent_cache("dst_cache", dst_cache)

@@ -37,8 +37,8 @@ class LatentCacheSpec:
     Examples
     --------
     >>> spec = LatentCacheSpec(kv_lora_rank=512, qk_rope_head_dim=64, block_size=16, dtype=torch.bfloat16)
-    >>> spec.shape(10), spec.bytes_per_block
-    ((10, 16, 576), 18432)
+    >>> spec.latent_dim, spec.shape(10), spec.bytes_per_block
+    (576, (10, 16, 576), 18432)
     """
 
     kv_lora_rank: int
@@ -69,6 +69,11 @@ class LatentCacheSpec:
         ------
         CacheError
             `num_blocks` is not an int >= 0.
+
+        Examples
+        --------
+        >>> LatentCacheSpec(kv_lora_rank=512, qk_rope_head_dim=64, block_size=16, dtype=torch.bfloat16).shape(1000)
+        (1000, 16, 576)
         """
         return (check_int("num_blocks", num_blocks, low=0, error=CacheError), self.block_size, self.latent_dim)
 
@@ -79,6 +84,12 @@ class LatentCacheSpec:
         ------
         CacheError
             A negative budget or no layers.
+
+        Examples
+        --------
+        >>> spec = LatentCacheSpec(kv_lora_rank=512, qk_rope_head_dim=64, block_size=16, dtype=torch.bfloat16)
+        >>> spec.blocks_that_fit(2**30, num_layers=61)  # of 61 * 18432 bytes each
+        954
         """
         check_int("num_bytes", num_bytes, low=0, error=CacheError)
         check_int("num_layers", num_layers, low=1, error=CacheError)
@@ -92,6 +103,13 @@ def allocate_latent_cache(spec: LatentCacheSpec, num_blocks: int, *, device: tor
     ------
     CacheError
         `num_blocks` is not an int >= 0, or no such device.
+
+    Examples
+    --------
+    >>> spec = LatentCacheSpec(kv_lora_rank=32, qk_rope_head_dim=8, block_size=4, dtype=torch.bfloat16)
+    >>> latent_cache = allocate_latent_cache(spec, 10)
+    >>> latent_cache.shape, latent_cache.dtype
+    (torch.Size([10, 4, 40]), torch.bfloat16)
     """
     check_instance("spec", spec, LatentCacheSpec, CacheError)
     return torch.zeros(spec.shape(num_blocks), dtype=spec.dtype, device=usable_device("device", device, CacheError))

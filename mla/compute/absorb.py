@@ -53,6 +53,15 @@ def split_kv_b_proj(kv_b_proj: torch.Tensor, dims: MLADims) -> tuple[torch.Tenso
     ------
     KernelError
         A weight of another shape.
+
+    Examples
+    --------
+    >>> from mla.metadata import RopeSpec
+    >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+    ...                rope=RopeSpec(dim=8, interleaved=True))
+    >>> w_uk, w_uv = split_kv_b_proj(torch.randn(4 * (16 + 24), 32), dims)
+    >>> w_uk.shape, w_uv.shape
+    (torch.Size([4, 16, 32]), torch.Size([4, 32, 24]))
     """
     check_tensor("kv_b_proj", kv_b_proj, _KV_B_SHAPE, bound=_sizes(dims), error=KernelError)
     per_head = kv_b_proj.view(dims.num_heads, dims.qk_nope_head_dim + dims.v_head_dim, dims.kv_lora_rank)
@@ -80,6 +89,21 @@ def absorb_query(q: torch.Tensor, kv_b_proj: torch.Tensor, dims: MLADims) -> tor
     ------
     KernelError
         Shapes, dtypes or devices that do not fit.
+
+    Examples
+    --------
+    The score of a query and a key is that of the folded query and the key's cache row.
+
+    >>> from mla.metadata import RopeSpec
+    >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+    ...                rope=RopeSpec(dim=8, interleaved=True))
+    >>> shapes = (3, 4, 24), (5, 32), (5, 8), (160, 32)
+    >>> q, kv_c, k_pe, kv_b_proj = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    >>> folded, (k, _) = absorb_query(q, kv_b_proj, dims), expand_latent(kv_c, k_pe, kv_b_proj, dims)
+    >>> folded.shape
+    torch.Size([3, 4, 40])
+    >>> torch.allclose(folded @ torch.cat([kv_c, k_pe], dim=1).T, torch.einsum("qhd,khd->qhk", q, k))
+    True
     """
     check_tensor("q", q, "(num_tokens, num_heads, qk_head_dim)", bound=_sizes(dims), error=KernelError)
     _check_weight(kv_b_proj, q, dims)
@@ -116,6 +140,18 @@ def project_output(out: torch.Tensor, kv_b_proj: torch.Tensor, dims: MLADims) ->
     ------
     KernelError
         Shapes, dtypes or devices that do not fit.
+
+    Examples
+    --------
+    What attends one latent alone becomes the value of that latent.
+
+    >>> from mla.metadata import RopeSpec
+    >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+    ...                rope=RopeSpec(dim=8, interleaved=True))
+    >>> kv_c, k_pe, kv_b_proj = (torch.randn(shape, dtype=torch.float64) for shape in ((5, 32), (5, 8), (160, 32)))
+    >>> values = project_output(kv_c[:, None].expand(-1, 4, -1), kv_b_proj, dims)
+    >>> values.shape, torch.allclose(values, expand_latent(kv_c, k_pe, kv_b_proj, dims)[1])
+    (torch.Size([5, 4, 24]), True)
     """
     check_tensor("out", out, "(num_tokens, num_heads, kv_lora_rank)", bound=_sizes(dims), error=KernelError)
     _check_weight(kv_b_proj, out, dims)
@@ -150,6 +186,16 @@ def expand_latent(
     ------
     KernelError
         Shapes, dtypes or devices that do not fit.
+
+    Examples
+    --------
+    >>> from mla.metadata import RopeSpec
+    >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+    ...                rope=RopeSpec(dim=8, interleaved=True))
+    >>> k_pe = torch.randn(5, 8)
+    >>> k, v = expand_latent(torch.randn(5, 32), k_pe, torch.randn(160, 32), dims)
+    >>> k.shape, v.shape, torch.equal(k[:, 3, 16:], k_pe)
+    (torch.Size([5, 4, 24]), torch.Size([5, 4, 24]), True)
     """
     bound = check_tensor("kv_c", kv_c, "(num_tokens, kv_lora_rank)", bound=_sizes(dims), error=KernelError)
     check_tensor("k_pe", k_pe, "(num_tokens, qk_rope_head_dim)", kv_c.dtype, bound=bound, error=KernelError)

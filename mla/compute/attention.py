@@ -120,6 +120,17 @@ def prefill_workspace_bytes(
     ------
     KernelError
         A negative count.
+
+    Examples
+    --------
+    In MiB, for two lengths of a chunk:
+
+    >>> from mla.metadata import RopeSpec
+    >>> dims = MLADims(num_heads=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    ...                rope=RopeSpec(dim=64, interleaved=True))
+    >>> options = {"num_query_tokens": 2048, "dtype": torch.bfloat16}
+    >>> [prefill_workspace_bytes(dims, context_chunk_tokens=n, **options) >> 20 for n in (4096, 8192)]
+    [646, 1099]
     """
     for name, value in (("num_query_tokens", num_query_tokens), ("context_chunk_tokens", context_chunk_tokens)):
         check_int(name, value, low=0, error=KernelError)
@@ -182,6 +193,21 @@ def prefill(
     ------
     KernelError, CacheError
         Arguments that do not fit each other or the kernel set.
+
+    Examples
+    --------
+    The first token of a prompt sees itself alone, so its output is its value.
+
+    >>> from mla import RopeSpec, build_metadata, kernels_for, prompt_group
+    >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+    ...                rope=RopeSpec(dim=8, interleaved=True))
+    >>> metadata = build_metadata([prompt_group(5)], block_size=16).prefill  # without context no cache is read
+    >>> q, kv_c, k_pe, kv_b_proj = (torch.randn(shape) for shape in ((5, 4, 24), (5, 32), (5, 8), (160, 32)))
+    >>> out, lse = prefill(q, kv_c, k_pe, None, metadata, kv_b_proj=kv_b_proj, dims=dims, kernels=kernels_for("cpu"))
+    >>> out.shape, lse.shape
+    (torch.Size([5, 4, 24]), torch.Size([5, 4]))
+    >>> torch.allclose(out[0], expand_latent(kv_c, k_pe, kv_b_proj, dims)[1][0], rtol=1e-3, atol=1e-3)
+    True
     """
     check_instance("metadata", metadata, PrefillMetadata, KernelError)
     check_attention_inputs(q, latent_cache, metadata, dims, kernels)
@@ -311,6 +337,17 @@ def decode(
     ------
     KernelError, CacheError
         Arguments that do not fit each other or the kernel set.
+
+    Examples
+    --------
+    >>> from mla import RopeSpec, build_metadata, decode_group, kernels_for
+    >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+    ...                rope=RopeSpec(dim=8, interleaved=True))
+    >>> metadata = build_metadata([decode_group(17, [7, 2]), decode_group(5, [3])], block_size=16).decode
+    >>> q, latent_cache, kv_b_proj = torch.randn(2, 4, 24), torch.randn(8, 16, 40), torch.randn(160, 32)
+    >>> out, lse = decode(q, latent_cache, metadata, kv_b_proj=kv_b_proj, dims=dims, kernels=kernels_for("cpu"))
+    >>> out.shape, lse.shape
+    (torch.Size([2, 4, 24]), torch.Size([2, 4]))
     """
     check_instance("metadata", metadata, DecodeMetadata, KernelError)
     check_attention_inputs(q, latent_cache, metadata, dims, kernels)

@@ -203,6 +203,13 @@ class KernelSet:
     route : callable
         ``route(dims, dtype)``: which of its kernels such a model takes on the current device, and why, as the end of a
         sentence; empty where there is no choice.
+
+    Examples
+    --------
+    >>> from mla.compute import kernel_set
+    >>> mine = attrs.evolve(kernel_set("CPU_MLA"), name="MINE", dtypes=(torch.float32,))
+    >>> explain(mine, dtype=torch.bfloat16)
+    'MINE does not run: dtype: expected float32, got bfloat16'
     """
 
     name: str
@@ -228,6 +235,15 @@ class KernelSet:
 
         A record over a state's buffers has no plan outside of a graph, for its numbers change: the kernel derives it at every
         call. Nor is one made in compiled code, where the kernel is an operator that takes tensors and numbers only.
+
+        Examples
+        --------
+        >>> from mla import build_metadata, decode_group, kernel_set
+        >>> metadata = build_metadata([decode_group(17, [7, 2])], block_size=16)
+        >>> kernel_set("CPU_MLA").plan(metadata.decode).metadata is metadata.decode
+        True
+        >>> kernel_set("REFERENCE").plan(metadata.decode) is None
+        True
         """
         if torch.compiler.is_compiling():
             return None
@@ -249,6 +265,16 @@ class KernelSet:
         ------
         KernelError
             Naming the tensor, where gradients are recorded and not all of them would be computed.
+
+        Examples
+        --------
+        >>> from mla.compute import kernel_set
+        >>> q = torch.ones(1, 4, 24, requires_grad=True)
+        >>> kernel_set("CPU_MLA").check_gradients(reads_cache=False, q=q)
+        >>> kernel_set("CPU_MLA").check_gradients(reads_cache=True, q=q)
+        Traceback (most recent call last):
+            ...
+        mla.errors.KernelError: q: expected no gradients through cached rows (use torch.no_grad()), got requires_grad=True
         """
         if reads_cache:
             refuse_gradients("through cached rows", **tensors)
@@ -262,6 +288,17 @@ class KernelSet:
         ------
         KernelError
             Something else, or the plan of another record.
+
+        Examples
+        --------
+        >>> from mla import build_metadata, decode_group, kernel_set
+        >>> kernels = kernel_set("CPU_MLA")
+        >>> now, later = (build_metadata([decode_group(n, [7, 2])], block_size=16).decode for n in (17, 18))
+        >>> kernels.check_plan(kernels.plan(now), now)
+        >>> kernels.check_plan(kernels.plan(now), later)
+        Traceback (most recent call last):
+            ...
+        mla.errors.KernelError: plan: expected CPU_MLA.plan(metadata.decode) of this step, got the plan of another record
         """
         if plan is None:
             return

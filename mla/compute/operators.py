@@ -121,6 +121,17 @@ def as_operators(kernels: KernelSet) -> KernelSet:
     ------
     KernelError
         Something else than a set.
+
+    Examples
+    --------
+    >>> from mla.compute import reference
+    >>> mine = KernelSet(name="MY_KERNELS", device_types=("cpu",), dtypes=(torch.float64,),
+    ...                  paged_decode=reference.paged_decode, varlen_attention=reference.varlen_attention)
+    >>> operators = as_operators(mine)
+    >>> mine.differentiable, operators.differentiable, as_operators(operators) is operators
+    (False, True, True)
+    >>> operator_names(operators)[0]
+    'mla::my_kernels_paged_decode'
     """
     check_instance("kernels", kernels, KernelSet, KernelError)
     given = _Functions.of(kernels)

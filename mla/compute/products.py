@@ -75,6 +75,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     ------
     KernelError
         Shapes, dtypes or devices that do not fit.
+
+    Examples
+    --------
+    On the CPU the row of a token has the same bits alone and in a batch.
+
+    >>> x, weight = torch.randn(100, 64), torch.randn(48, 64)
+    >>> out = linear(x, weight)
+    >>> out.shape, torch.allclose(out, x @ weight.T, atol=1e-4), torch.equal(linear(x[:1], weight), out[:1])
+    (torch.Size([100, 48]), True, True)
     """
     bound = check_tensor("x", x, "(num_tokens, in_features)", error=KernelError)
     check_floating("x", x, KernelError)
@@ -104,6 +113,13 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     ------
     KernelError
         Shapes, dtypes or devices that do not fit.
+
+    Examples
+    --------
+    >>> x, weight = torch.randn(5, 4, 16), torch.randn(4, 16, 24)
+    >>> out = head_linear(x, weight)
+    >>> out.shape, torch.allclose(out[:, 2], x[:, 2] @ weight[2], atol=1e-4)
+    (torch.Size([5, 4, 24]), True)
     """
     bound = check_tensor("x", x, "(num_tokens, num_heads, in_features)", error=KernelError)
     check_floating("x", x, KernelError)

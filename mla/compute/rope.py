@@ -40,6 +40,13 @@ class RopeTable:
     ------
     KernelError
         A wrong shape, dtype or device.
+
+    Examples
+    --------
+    >>> angles = torch.arange(100)[:, None] * torch.tensor([1.0, 0.01])
+    >>> table = RopeTable(cos=angles.cos(), sin=angles.sin(), interleaved=True)
+    >>> table.max_len, table.cos.dtype
+    (100, torch.float32)
     """
 
     cos: torch.Tensor = attrs.field(metadata=tensor("(max_len, num_frequencies)", None))
@@ -150,6 +157,19 @@ def apply_rope(x: torch.Tensor, positions: torch.Tensor, table: RopeTable) -> to
     ------
     KernelError
         Shapes, dtypes or devices that do not fit; on the CPU also a position outside the table.
+
+    Examples
+    --------
+    Position 0 turns nothing, and no position changes a length.
+
+    >>> table, x = rope_table(RopeSpec(dim=8, interleaved=True), 4), torch.randn(2, 8)
+    >>> turned = apply_rope(x, torch.tensor([0, 3]), table)
+    >>> torch.equal(turned[0], x[0]), torch.allclose(turned.norm(dim=1), x.norm(dim=1))
+    (True, True)
+    >>> apply_rope(x, torch.tensor([0, 4]), table)
+    Traceback (most recent call last):
+        ...
+    mla.errors.KernelError: positions: expected positions in 0..3, got 4
     """
     check_instance("table", table, RopeTable, KernelError)
     shape = "(num_tokens, num_heads, dim)" if isinstance(x, torch.Tensor) and x.dim() == 3 else "(num_tokens, dim)"

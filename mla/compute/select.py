@@ -77,6 +77,13 @@ def kernel_set(name: str) -> KernelSet:
     ------
     KernelError
         An unknown name, in which case the text lists those that exist, or a set whose package is missing or does not fit.
+
+    Examples
+    --------
+    >>> kernel_set("REFERENCE").dtypes
+    (torch.float64,)
+    >>> kernel_set("TORCH").device_types  # any device
+    ()
     """
     if not isinstance(name, str) or name not in KERNEL_SETS:
         raise KernelError(f"name: expected one of {', '.join(KERNEL_SETS)}, got {name!r}")

@@ -63,6 +63,13 @@ class Tolerance:
     ------
     GoldenError
         A number that is not finite and above 0.
+
+    Examples
+    --------
+    >>> Tolerance(out_rel=2e-6, lse_abs=0.0)
+    Traceback (most recent call last):
+        ...
+    mla.errors.GoldenError: lse_abs: expected a finite number > 0, got 0.0
     """
 
     out_rel: float = attrs.field(validator=_check_limit)
@@ -78,6 +85,12 @@ class Tolerances:
     ----------
     float64, float32, bfloat16, float16 : Tolerance
         By the dtype of q.
+
+    Examples
+    --------
+    >>> tolerance = Tolerance(out_rel=1e-3, lse_abs=5e-3)
+    >>> Tolerances(float64=tolerance, float32=tolerance, bfloat16=tolerance, float16=tolerance).float16.lse_abs
+    0.005
     """
 
     float64: Tolerance
@@ -92,6 +105,11 @@ class Tolerances:
         ------
         GoldenError
             Another dtype.
+
+        Examples
+        --------
+        >>> load_bundle(SHIPPED / "decode_f32_few_heads").tolerances.of(torch.bfloat16)
+        Tolerance(out_rel=0.004, lse_abs=0.005)
         """
         found = getattr(self, dtype_name(dtype), None)
         if not isinstance(found, Tolerance):
@@ -138,6 +156,11 @@ class Provenance:
         Of torch.
     triton : str or None
         Version, where it is installed.
+
+    Examples
+    --------
+    >>> load_bundle(SHIPPED / "decode_f32_few_heads").provenance.kernels
+    'CPU_MLA'
     """
 
     mla: str
@@ -153,6 +176,12 @@ class Provenance:
         """What keeps bits of the one from being those of the other, as ``name``s of fields; empty where they must be equal.
 
         The number of threads is none of them, and neither is this package's version: a release that changes bits is found.
+
+        Examples
+        --------
+        >>> here = load_bundle(SHIPPED / "decode_f32_few_heads").provenance
+        >>> here.differences(attrs.evolve(here, torch="2.8.0", threads=64))
+        ['torch']
         """
         names = ["torch", "device", "cpu", "cpu_capability", "kernels"]
         if self.device != "cpu" or self.kernels.startswith("TRITON"):
@@ -186,6 +215,12 @@ class Bundle:
         The reference; natural logarithm.
     recorded_out, recorded_lse : torch.Tensor or None
         What the recorded kernel set gave, bit for bit, in its own dtypes.
+
+    Examples
+    --------
+    >>> bundle = load_bundle(SHIPPED / "decode_f32_few_heads")
+    >>> bundle.name, bundle.case.dtype, bundle.out.dtype, bundle.out.shape == bundle.case.out_shape
+    ('decode_f32_few_heads', torch.float32, torch.float64, True)
     """
 
     case: GoldenCase
@@ -224,6 +259,12 @@ def load_bundle(folder: Path | str) -> Bundle:
     ------
     GoldenError
         A missing, damaged or hostile file.
+
+    Examples
+    --------
+    >>> bundle = load_bundle(SHIPPED / "decode_f32_few_heads")
+    >>> bundle.case.kind, bundle.lse.dtype, bundle.recorded_lse.dtype
+    ('decode', torch.float64, torch.float32)
     """
     root = Path(folder)
     try:
@@ -290,6 +331,14 @@ def save_bundle(bundle: Bundle, parent: Path | str, *, overwrite: bool = False) 
     ------
     GoldenError
         There is one already, or the package safetensors is missing.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as parent:
+    ...     folder = save_bundle(load_bundle(SHIPPED / "decode_f32_few_heads"), parent)
+    ...     folder.name, sorted(file.name for file in folder.iterdir())
+    ('decode_f32_few_heads', ['bundle.json', 'case.json', 'expected.safetensors'])
     """
     folder = Path(parent) / bundle.name
     if folder.exists() and not overwrite:
@@ -323,6 +372,12 @@ def find_bundles(folder: Path | str | None = None) -> list[Path]:
     ------
     GoldenError
         No such folder, no bundle in it, or a link that leads out of it.
+
+    Examples
+    --------
+    >>> folder = SHIPPED / "decode_f32_few_heads"
+    >>> folder in find_bundles(), find_bundles(folder) == [folder]
+    (True, True)
     """
     root = SHIPPED if folder is None else Path(folder)
     if not root.is_dir():

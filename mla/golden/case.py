@@ -62,6 +62,11 @@ class Salts:
     ------
     GoldenError
         A salt out of range.
+
+    Examples
+    --------
+    >>> Salts(q=11).q, Salts().kv_c
+    (11, 2)
     """
 
     q: int = attrs.field(default=1, validator=_check_salt)
@@ -86,6 +91,15 @@ class Gains:
     ------
     GoldenError
         Another number.
+
+    Examples
+    --------
+    >>> Gains(q=8).q
+    8
+    >>> Gains(q=3)
+    Traceback (most recent call last):
+        ...
+    mla.errors.GoldenError: q: expected a power of two, got 3
     """
 
     q: float = attrs.field(default=1.0, validator=_check_gain)
@@ -130,6 +144,18 @@ class GoldenCase:
     ------
     GoldenError
         Fields that contradict themselves, or sizes that no golden test needs.
+
+    Examples
+    --------
+    Two prompts without blocks are dealt 2 and 3, one of look-ahead included; the cache has half as many again.
+
+    >>> from mla.metadata import RopeSpec, prompt_group
+    >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+    ...                rope=RopeSpec(dim=8, interleaved=True))
+    >>> case = GoldenCase(name="short", kind="prefill", dims=dims, groups=(prompt_group(5), prompt_group(20)),
+    ...                   block_size=16, dtype=torch.float32)
+    >>> case.sequences, case.num_tokens, case.out_shape, case.cache_blocks
+    ([(5, 0), (20, 0)], 25, (25, 4, 24), 8)
     """
 
     name: str
@@ -245,6 +271,17 @@ class GoldenCase:
         ------
         GoldenError
             Too few blocks, or blocks outside the cache.
+
+        Examples
+        --------
+        >>> from mla.metadata import RopeSpec, prompt_group
+        >>> dims = MLADims(num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+        ...                rope=RopeSpec(dim=8, interleaved=True))
+        >>> case = GoldenCase(name="short", kind="prefill", dims=dims, groups=(prompt_group(5), prompt_group(20)),
+        ...                   block_size=16, dtype=torch.float32)
+        >>> placed = case.placed()
+        >>> placed.num_blocks, [len(ids) for group in placed.groups for ids in group.block_ids]
+        (8, [2, 3])
         """
         count = self.cache_blocks
         taken = {int(block) for group in self.groups for ids in group.block_ids or () for block in ids}
@@ -274,6 +311,13 @@ def case_to_json(case: GoldenCase) -> dict[str, object]:
     ------
     GoldenError
         What JSON cannot hold.
+
+    Examples
+    --------
+    >>> from mla.golden import SHIPPED, load_bundle
+    >>> data = case_to_json(load_bundle(SHIPPED / "decode_f32_few_heads").case)
+    >>> data["kind"], data["dtype"], data["gains"]["q"]
+    ('decode', 'float32', 4.0)
     """
     return fields_to_json(case, case.name)
 
@@ -285,6 +329,15 @@ def case_from_json(data: object, path: str = "case") -> GoldenCase:
     ------
     GoldenError
         Unknown fields, wrong types, or what `GoldenCase` refuses.
+
+    Examples
+    --------
+    >>> from mla.golden import SHIPPED, load_bundle
+    >>> data = case_to_json(load_bundle(SHIPPED / "decode_f32_few_heads").case)
+    >>> case_from_json({**data, "block_size": 0}, "mine")
+    Traceback (most recent call last):
+        ...
+    mla.errors.GoldenError: mine.block_size: expected an int in 1..1048576, got 0
     """
     return fields_from_json(GoldenCase, data, path)
 
@@ -296,6 +349,17 @@ def read_cases(path: Path | str) -> Sequence[GoldenCase]:
     ------
     GoldenError
         No such file, or one that is damaged; two cases of one name.
+
+    Examples
+    --------
+    >>> import json, tempfile
+    >>> from mla.golden import SHIPPED, load_bundle
+    >>> case = load_bundle(SHIPPED / "decode_f32_few_heads").case
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder, "cases.json")
+    ...     _ = file.write_text(json.dumps({"cases": [case_to_json(case)]}))
+    ...     [case.name for case in read_cases(file)]
+    ['decode_f32_few_heads']
     """
     file = Path(path)
     data = parse_json(read_file(file, file.name), file.name)

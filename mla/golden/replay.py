@@ -88,6 +88,15 @@ def record(
     ------
     GoldenError, MLAError
         A case that the kernel set cannot run, or results out of tolerance: a wrong kernel makes no golden.
+
+    Examples
+    --------
+    >>> case = load_bundle(find_bundles()[0]).case
+    >>> bundle = record(attrs.evolve(case, name="mine"), "cpu")
+    >>> bundle.name, bundle.provenance.kernels, bundle.recorded_out.dtype == case.dtype
+    ('mine', 'CPU_MLA', True)
+    >>> record(case, bits=False).recorded_out is None
+    True
     """
     kernels, case = find_kernels(kernels), case.placed()
     where = _device_of(kernels, device)
@@ -151,6 +160,12 @@ def check_bundle(
     ------
     GoldenError
         Arguments that make no sense.
+
+    Examples
+    --------
+    >>> result = check_bundle(load_bundle(find_bundles()[0]), "cpu", exact="never")
+    >>> result.status, result.compared
+    ('passed', 'tolerance (as asked)')
     """
     check_instance("bundle", bundle, Bundle, GoldenError)
     check_choice("exact", exact, EXACT, GoldenError)

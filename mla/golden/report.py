@@ -36,6 +36,13 @@ class Result:
         Failures with their worst index and what they look like, or why it was skipped.
     seconds : float
         Wall time.
+
+    Examples
+    --------
+    >>> from mla.golden import check
+    >>> result = check("REFERENCE", only="decode_f32_few_heads").results[0]
+    >>> result.status, result.dtype, result.errors.out_rel < 1e-6
+    ('passed', 'float64', True)
     """
 
     bundle: str
@@ -58,6 +65,13 @@ class Report:
         Name of the kernel set.
     results : tuple of Result
         In the order of the bundles.
+
+    Examples
+    --------
+    >>> results = (Result(bundle=s, kind="decode", dtype="float32", status=s) for s in ("passed", "failed"))
+    >>> report = Report(kernels="MINE", results=tuple(results))
+    >>> report.passed, report.summary
+    (False, 'MINE: 1 passed, 1 failed, 0 skipped')
     """
 
     kernels: str
@@ -97,6 +111,16 @@ class Report:
         ------
         GoldenError
             With the whole table.
+
+        Examples
+        --------
+        >>> good = Result(bundle="a", kind="decode", dtype="float32", status="passed")
+        >>> Report(kernels="MINE", results=(good,)).raise_if_failed()
+        >>> try:
+        ...     Report(kernels="MINE", results=()).raise_if_failed()
+        ... except GoldenError as error:
+        ...     print(str(error).splitlines()[-1])
+        MINE: 0 passed, 0 failed, 0 skipped; nothing was run
         """
         if not self.passed:
             raise GoldenError(f"kernels: expected {self.kernels} to agree with every bundle, got this:\n{self}")
@@ -108,6 +132,16 @@ class Report:
         ------
         GoldenError
             A file that cannot be written.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> good = Result(bundle="a", kind="decode", dtype="float32", status="passed")
+        >>> report = Report(kernels="MINE", results=(good,))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report.write_junit(Path(folder, "golden.xml"))
+        ...     print(Path(folder, "golden.xml").read_text().splitlines()[2])
+        <testcase classname="mla.golden.MINE" name="a" time="0.000">
         """
         counts = {"name": "mla.golden", "tests": len(self.results), "errors": 0, "failures": self._count("failed")}
         counts |= {"skipped": self._count("skipped"), "time": f"{sum(result.seconds for result in self.results):.3f}"}

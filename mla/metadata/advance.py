@@ -176,6 +176,14 @@ def advance_step(metadata: MLAMetadata, *, turn_prefills_into_decodes: bool = Fa
     References
     ----------
     vLLM 0.9, ``advance_step`` of its attention metadata, which leaves some derived fields behind; here all follow.
+
+    Examples
+    --------
+    >>> from mla import build_metadata, decode_group, prompt_group
+    >>> metadata = build_metadata([prompt_group(3, [5]), decode_group(5, [7, 2])], block_size=4)
+    >>> advanced = advance_step(metadata, turn_prefills_into_decodes=True)
+    >>> advanced.decode.seq_lens.tolist(), advanced.slot_mapping.tolist(), advanced.decode.steps_left
+    ([4, 6], [23, 9], 0)
     """
     check_instance("metadata", metadata, MLAMetadata, MetadataError)
     if metadata.is_profile_run:

@@ -62,6 +62,12 @@ class YarnSpec(Shown):
     ------
     DimsError
         A number that is not finite or out of range.
+
+    Examples
+    --------
+    >>> yarn = YarnSpec(factor=40, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)  # DeepSeek-V3
+    >>> round(yarn.rotation_factor, 4), round(yarn.softmax_factor, 4)
+    (1.0, 1.8739)
     """
 
     factor: float = attrs.field(validator=_positive)
@@ -109,6 +115,15 @@ class RopeSpec(Shown):
     ------
     DimsError
         An odd `dim`, or a number out of range; YaRN needs ``theta > 1``.
+
+    Examples
+    --------
+    >>> RopeSpec(dim=64, interleaved=True).theta
+    10000.0
+    >>> RopeSpec(dim=64, interleave=True)
+    Traceback (most recent call last):
+        ...
+    mla.errors.DimsError: RopeSpec: expected fields of dim, interleaved, theta, yarn, got interleave
     """
 
     dim: int = attrs.field(validator=_count(2))

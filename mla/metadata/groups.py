@@ -60,6 +60,14 @@ class SequenceGroup:
     ------
     MetadataError
         Fields that are no sequences or of different lengths, or no sequence at all.
+
+    Examples
+    --------
+    >>> from mla import build_metadata
+    >>> group = SequenceGroup(is_prompt=False, query_lens=[1, 1], context_lens=[16, 16], block_ids=[[7, 2], [7, 5]])
+    >>> metadata = build_metadata([group], block_size=16)  # two samples of one prompt, which share its block 7
+    >>> metadata.slot_mapping.tolist(), metadata.decode.seq_lens.tolist()
+    ([32, 80], [17, 17])
     """
 
     is_prompt: bool

@@ -7,7 +7,7 @@ reads values on request. Nothing downstream writes to a record.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import attrs
 import torch
@@ -17,8 +17,6 @@ from mla.errors import MetadataError
 from mla.metadata.show import Shown
 
 __all__ = ["ContextChunk", "DecodeMetadata", "MLAMetadata", "PagedKV", "PrefillMetadata"]
-
-Record = TypeVar("Record", bound="_Record")
 
 
 def _map_tensors(record: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -69,6 +67,12 @@ class PagedKV(_Record):
     ------
     MetadataError
         A wrong shape, dtype or device, or a page size below 1.
+
+    Examples
+    --------
+    >>> from mla import build_metadata, decode_group
+    >>> build_metadata([decode_group(5, [7, 2])], block_size=4, page_sizes=[2]).decode.paged_kv_of(2).paged_kv_indices.tolist()
+    [14, 15, 4]
     """
 
     page_size: int
@@ -109,6 +113,13 @@ class ContextChunk(_Record):
     ------
     MetadataError
         A wrong shape, dtype or device, or a negative count.
+
+    Examples
+    --------
+    >>> from mla import build_metadata, prompt_group
+    >>> metadata = build_metadata([prompt_group(2, [5, 0, 3], context_len=7)], block_size=4, context_chunk_tokens=4)
+    >>> [(chunk.num_kv_tokens, chunk.slots.tolist()) for chunk in metadata.prefill.context_chunks]
+    [(4, [20, 21, 22, 23]), (3, [0, 1, 2])]
     """
 
     first_seq: int
@@ -163,16 +174,10 @@ class _Part(_Record):
         sizes = [paged.page_size for paged in self.paged_kv]
         if len(set(sizes)) != len(sizes):
             raise MetadataError(f"paged_kv: expected one entry per page size, got page sizes {sizes}")
+        device = self.seq_lens.device
         for paged in self.paged_kv:
-            field = f"paged_kv_last_page_lens (page_size {paged.page_size})"
-            check_tensor(
-                field,
-                paged.paged_kv_last_page_lens,
-                "(num_seqs,)",
-                device=self.seq_lens.device,
-                bound=bound,
-                error=MetadataError,
-            )
+            field, lens = f"paged_kv_last_page_lens (page_size {paged.page_size})", paged.paged_kv_last_page_lens
+            check_tensor(field, lens, "(num_seqs,)", device=device, bound=bound, error=MetadataError)
 
     @property
     def num_seqs(self) -> int:
@@ -206,10 +211,8 @@ class PrefillMetadata(_Part):
 
     Parameters
     ----------
-    query_start_loc : torch.Tensor of shape (num_seqs + 1,), int32
-        Cumulative new tokens, from 0.
-    seq_start_loc : torch.Tensor of shape (num_seqs + 1,), int32
-        Cumulative sequence lengths (context and new tokens), from 0.
+    query_start_loc, seq_start_loc : torch.Tensor of shape (num_seqs + 1,), int32
+        Cumulative new tokens and cumulative sequence lengths (context and new tokens), from 0.
     seq_lens : torch.Tensor of shape (num_seqs,), int32
         Context plus new tokens.
     context_lens : torch.Tensor of shape (num_seqs,), int32
@@ -232,13 +235,18 @@ class PrefillMetadata(_Part):
         Tokens that every prompt can still take in the blocks given, once it decodes.
     context_chunks : tuple of ContextChunk
         The passes over the context, in order; empty where no prompt has context.
-    max_context_chunk_tokens : int
-        Rows that a workspace must hold: the largest pass.
 
     Raises
     ------
     MetadataError
         A wrong shape, dtype or device, or a negative count.
+
+    Examples
+    --------
+    >>> from mla import build_metadata, prompt_group
+    >>> prefill = build_metadata([prompt_group(2, [5, 0, 3], context_len=7), prompt_group(1, [9])], block_size=4).prefill
+    >>> prefill.num_seqs, prefill.num_tokens, prefill.positions.tolist(), prefill.max_context_chunk_tokens
+    (2, 3, [7, 8, 0], 7)
     """
 
     block_table: torch.Tensor | None = attrs.field(
@@ -256,10 +264,8 @@ class PrefillMetadata(_Part):
                 raise MetadataError(f"context_chunks[{i}]: expected device {self.seq_lens.device}, got {chunk.slots.device}")
             past_seqs, past_tokens = chunk.first_seq + chunk.num_seqs, chunk.first_token + chunk.num_query_tokens
             if past_seqs > self.num_seqs or past_tokens > self.num_tokens:
-                raise MetadataError(
-                    f"context_chunks: expected chunk {i} within {self.num_seqs} prompts and {self.num_tokens} tokens, "
-                    f"got {past_seqs} and {past_tokens}"
-                )
+                limits = f"{self.num_seqs} prompts and {self.num_tokens} tokens"
+                raise MetadataError(f"context_chunks: expected chunk {i} within {limits}, got {past_seqs} and {past_tokens}")
 
     @property
     def max_context_chunk_tokens(self) -> int:
@@ -274,10 +280,8 @@ class DecodeMetadata(_Part):
 
     Parameters
     ----------
-    query_start_loc : torch.Tensor of shape (num_seqs + 1,), int32
-        Cumulative new tokens, from 0; padded sequences repeat the last value.
-    seq_start_loc : torch.Tensor of shape (num_seqs + 1,), int32
-        Cumulative sequence lengths, from 0; padded sequences repeat the last value.
+    query_start_loc, seq_start_loc : torch.Tensor of shape (num_seqs + 1,), int32
+        Cumulative new tokens and cumulative sequence lengths, from 0; padded sequences repeat the last value.
     seq_lens : torch.Tensor of shape (num_seqs,), int32
         Keys of each sequence, the new tokens included; 0 for a padded one.
     context_lens : torch.Tensor of shape (num_seqs,), int32
@@ -306,6 +310,13 @@ class DecodeMetadata(_Part):
     ------
     MetadataError
         A wrong shape, dtype or device, or a negative count.
+
+    Examples
+    --------
+    >>> from mla import build_metadata, decode_group
+    >>> decode = build_metadata([decode_group(5, [7, 2])], block_size=4, pad_decodes_to=2).decode
+    >>> decode.num_seqs, decode.num_tokens, decode.seq_lens.tolist(), decode.slot_mapping.tolist(), decode.steps_left
+    (2, 2, [5, 0], [8, -1], 3)
     """
 
     block_table: torch.Tensor = attrs.field(metadata=tensor("(num_seqs, max_blocks_per_seq)", torch.int32))
@@ -341,6 +352,13 @@ class MLAMetadata(_Record):
     ------
     MetadataError
         Parts that do not add up to the whole.
+
+    Examples
+    --------
+    >>> from mla import build_metadata, decode_group, prompt_group
+    >>> md = build_metadata([prompt_group(3, [5]), decode_group(5, [7, 2])], block_size=4)
+    >>> md.num_prefills, md.num_prefill_tokens, md.num_decodes, md.num_decode_tokens, md.num_tokens, md.min_num_blocks
+    (1, 3, 1, 1, 4, 8)
     """
 
     slot_mapping: torch.Tensor = attrs.field(metadata=tensor("(num_tokens,)", torch.int64))
@@ -367,11 +385,9 @@ class MLAMetadata(_Record):
         with_blocks = self.decode is not None or (self.prefill is not None and self.prefill.block_table is not None)
         if self.is_profile_run and with_blocks:
             raise MetadataError("is_profile_run: expected False for sequences with blocks, got True")
-        if self.num_prefill_tokens + self.num_decode_tokens != total:
-            raise MetadataError(
-                f"slot_mapping: expected {self.num_prefill_tokens} prefill + {self.num_decode_tokens} decode tokens, "
-                f"got {total}"
-            )
+        prompts, decodes = self.num_prefill_tokens, self.num_decode_tokens
+        if prompts + decodes != total:
+            raise MetadataError(f"slot_mapping: expected {prompts} prefill + {decodes} decode tokens, got {total}")
 
     @property
     def num_prefills(self) -> int:

@@ -25,6 +25,16 @@ def validate_metadata_values(metadata: MLAMetadata, *, num_blocks: int | None = 
     ------
     MetadataError
         Naming the first field found wrong.
+
+    Examples
+    --------
+    >>> from mla import build_metadata, decode_group
+    >>> metadata = build_metadata([decode_group(17, [3, 9])], block_size=16)
+    >>> validate_metadata_values(metadata, num_blocks=10)
+    >>> validate_metadata_values(metadata, num_blocks=9)
+    Traceback (most recent call last):
+        ...
+    mla.errors.MetadataError: min_num_blocks: expected at most 9 blocks in the cache, got 10
     """
     check_instance("metadata", metadata, MLAMetadata, MetadataError)
     host = metadata.to("cpu")
