@@ -121,7 +121,7 @@ def samples(count: int) -> torch.Tensor:
 torch.manual_seed(0)
 model = Model()
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-BATCH, NUM_STEPS = 32, 100
+BATCH, NUM_STEPS = 16, 100
 training = build_metadata([prompt_group(2 * LENGTH) for _ in range(BATCH)], block_size=16)
 assert training.is_profile_run
 losses = []
