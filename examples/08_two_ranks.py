@@ -100,7 +100,7 @@ for result in (second, *again):
 alone_out, alone_lse = two_ranks.attend_keys(q, rows, kv_b_proj)
 alone_out = project_output(alone_out, kv_b_proj, dims)
 assert torch.allclose(first["out"], alone_out, rtol=1e-4, atol=1e-5)
-assert torch.allclose(first["lse"], alone_lse, rtol=1e-5)
+assert torch.allclose(first["lse"], alone_lse, rtol=1e-5, atol=1e-5)
 
 counts = [-(-n // two_ranks.BLOCK_SIZE) for n in lengths]
 cache = torch.zeros(sum(counts), two_ranks.BLOCK_SIZE, dims.latent_dim)
@@ -116,7 +116,7 @@ assert metadata.decode is not None
 exact_out, exact_lse = latent_attention(q, cache, metadata.decode, kv_b_proj=kv_b_proj, dims=dims)
 error = (first["out"] - exact_out).abs().max().item()
 assert error < 1e-5
-assert torch.allclose(first["lse"].double(), exact_lse, rtol=1e-6)
+assert torch.allclose(first["lse"].double(), exact_lse, rtol=1e-6, atol=2e-6)
 print(f"largest difference from float64: {error:.1e} with two ranks, {(alone_out - exact_out).abs().max().item():.1e} with one")
 
 # %% [markdown]

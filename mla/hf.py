@@ -21,7 +21,7 @@ from mla.cache.spec import LatentCacheSpec
 from mla.compute.kernels import KernelSet, Plan, explain
 from mla.compute.rope import RopeTable, rope_table
 from mla.compute.select import kernels_for
-from mla.errors import CacheError, KernelError, WeightsError
+from mla.errors import CacheError, KernelError, MLAError, WeightsError
 from mla.hf_cache import Mask, PagedLatents, latents_of, make_layers
 from mla.layer import mla_attention
 from mla.loading import dims_from_config
@@ -63,6 +63,8 @@ def replace_attention(model: Any, *, kernels: KernelSet | None = None, block_siz
     WeightsError
         Another model, one that is replaced already, or projections that are no plain `torch.nn.Linear`, such as quantised
         ones and adapters.
+    MLAError
+        No transformers.
     KernelError
         A kernel set that cannot run such a model.
 
@@ -163,9 +165,9 @@ def latent_cache(model: Any, *, num_blocks: int | None = None) -> Any:
     >>> cache.layers[0].latent_cache.shape, cache.layers[0].latents.num_used_blocks
     (torch.Size([8, 16, 576]), 1)
     """
+    base, _ = _base_model(model)
     from transformers import Cache
 
-    base, _ = _base_model(model)
     layers = _replaced(base)
     weights = _same_weights(layers)
     spec = layers[0].attached[0].spec(weights.dtype)
@@ -174,7 +176,10 @@ def latent_cache(model: Any, *, num_blocks: int | None = None) -> Any:
 
 def _base_model(model: Any) -> tuple[Any, type]:
     """The model below the head, and the class of its attention."""
-    from transformers import PreTrainedModel
+    try:
+        from transformers import PreTrainedModel
+    except ImportError as reason:
+        raise MLAError("transformers: expected an installed package (pip install 'mla[hf]'), got none") from reason
     from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 

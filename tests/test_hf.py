@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import attrs
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from compare import assert_close
 
-from mla import CacheError, KernelError, LatentCacheSpec, WeightsError, kernel_set
+from mla import CacheError, KernelError, LatentCacheSpec, MLAError, WeightsError, kernel_set
 from mla.compute.select import CPU_MLA
 from mla.hf import latent_cache, replace_attention, restore_attention
 from mla.hf_cache import PagedLatents
@@ -556,3 +557,12 @@ def test_caches_of_others_are_refused():
         generate(model, ids, mask, cache_implementation="static")
     with pytest.raises(KernelError, match="mla_step: expected a call through the model"):
         model.model.layers[0].self_attn(torch.randn(1, 2, 64))
+
+
+def test_missing_transformers_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for function in (replace_attention, restore_attention):
+        with pytest.raises(
+            MLAError, match=r"^transformers: expected an installed package \(pip install 'mla\[hf\]'\), got none$"
+        ):
+            function(torch.nn.Linear(2, 2))

@@ -88,8 +88,12 @@ PUBLIC_NAMES = {
         "write_latent_cache_",
     ],
     "mla.compute": [
+        "GatherLatentCache",
         "KernelSet",
+        "PagedDecode",
         "RopeTable",
+        "VarlenAttention",
+        "WriteLatentCache",
         "absorb_query",
         "apply_rope",
         "as_operators",

@@ -64,6 +64,11 @@ def kernel_set_of(installed: Installed) -> KernelSet:
     ----------
     installed : Installed
         From `mla.compute.ipex_load.inspect_ipex`.
+
+    Raises
+    ------
+    KernelError
+        Something else, whose functions are none.
     """
     slow = "" if ipex_load.has_avx512_bf16() else "; this CPU has no AVX512_BF16, so IPEX decodes in slow scalar code"
     kernels = KernelSet(

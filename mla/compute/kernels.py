@@ -1,15 +1,15 @@
-"""What a device provides: the contracts of the four kernels, and the record that holds a set of them."""
+"""The record that holds a set of kernels, and what is asked of every set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import attrs
 import torch
 
 from mla._checks import check_instance, describe, dtype_name
 from mla.cache.paged import gather_latent_cache, write_latent_cache_
+from mla.compute.contracts import GatherLatentCache, PagedDecode, Plan, VarlenAttention, WriteLatentCache
 from mla.errors import KernelError
 from mla.metadata.dims import MLADims
 from mla.metadata.records import DecodeMetadata
@@ -25,120 +25,6 @@ __all__ = [
     "refuse_features",
     "refuse_gradients",
 ]
-
-
-class PagedDecode(Protocol):
-    """Attention of new tokens over the paged latent cache: every head attends the same rows (MQA).
-
-    Token i of a sequence with `query_len` new tokens sees ``seq_len - query_len + i + 1`` keys. The value of a key is the
-    first `kv_lora_rank` columns of its row. A row that sees no key gives ``out = 0`` and ``lse = -inf``; rows of q beyond
-    ``query_start_loc[-1]`` are such rows. Memory that no valid index reaches may hold NaN.
-    """
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        latent_cache: torch.Tensor,
-        metadata: DecodeMetadata,
-        *,
-        kv_lora_rank: int,
-        softmax_scale: float,
-        plan: Plan | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the kernel.
-
-        Parameters
-        ----------
-        q : torch.Tensor of shape (num_tokens, num_heads, latent_dim)
-            Queries, folded into the latent space.
-        latent_cache : torch.Tensor of shape (num_blocks, block_size, latent_dim)
-            The cache; it already holds the new tokens.
-        metadata : DecodeMetadata
-            Where the rows lie.
-        kv_lora_rank : int
-            Columns of a value.
-        softmax_scale : float
-            Factor on q.k.
-        plan : Plan or None
-            What `KernelSet.plan` made of this metadata; None makes it here.
-
-        Returns
-        -------
-        out : torch.Tensor of shape (num_tokens, num_heads, kv_lora_rank)
-            In the dtype of q.
-        lse : torch.Tensor of shape (num_tokens, num_heads)
-            Natural logarithm of the sum of exponentials; float64 for float64 inputs and float32 otherwise.
-        """
-
-
-class VarlenAttention(Protocol):
-    """Attention over ragged batches of queries and keys, multi-head, values possibly narrower than keys.
-
-    Causal aligns the last query with the last key of each sequence. A row that sees no key gives ``out = 0`` and
-    ``lse = -inf``.
-    """
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        query_start_loc: torch.Tensor,
-        kv_start_loc: torch.Tensor,
-        max_query_len: int,
-        max_kv_len: int,
-        causal: bool,
-        softmax_scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the kernel.
-
-        Parameters
-        ----------
-        q : torch.Tensor of shape (num_tokens, num_heads, qk_head_dim)
-            Queries.
-        k : torch.Tensor of shape (num_kv_tokens, num_heads, qk_head_dim)
-            Keys.
-        v : torch.Tensor of shape (num_kv_tokens, num_heads, v_head_dim)
-            Values.
-        query_start_loc, kv_start_loc : torch.Tensor of shape (num_seqs + 1,), int32
-            Cumulative lengths, from 0.
-        max_query_len, max_kv_len : int
-            Longest row of each kind.
-        causal : bool
-            Whether a query sees only keys up to its own position.
-        softmax_scale : float
-            Factor on q.k.
-
-        Returns
-        -------
-        out : torch.Tensor of shape (num_tokens, num_heads, v_head_dim)
-            In the dtype of q.
-        lse : torch.Tensor of shape (num_tokens, num_heads)
-            Natural logarithm; float64 for float64 inputs and float32 otherwise.
-        """
-
-
-class WriteLatentCache(Protocol):
-    """`mla.cache.write_latent_cache_` or a device's own."""
-
-    def __call__(self, latent_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Store the rows of new tokens; slot -1 writes nothing."""
-
-
-class GatherLatentCache(Protocol):
-    """`mla.cache.gather_latent_cache` or a device's own."""
-
-    def __call__(self, latent_cache: torch.Tensor, slots: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """Copy the rows at `slots` to the head of `out` and return it."""
-
-
-class Plan(Protocol):
-    """What a kernel set derives from the metadata of one step: made once, used by every layer."""
-
-    @property
-    def metadata(self) -> DecodeMetadata:
-        """The very record that it was made of; it serves no other."""
 
 
 def _no_plan(metadata: DecodeMetadata) -> Plan | None:
@@ -204,6 +90,11 @@ class KernelSet:
         ``route(dims, dtype)``: which of its kernels such a model takes on the current device, and why, as the end of a
         sentence; empty where there is no choice.
 
+    Raises
+    ------
+    KernelError
+        A field of another type.
+
     Examples
     --------
     >>> from mla.compute import kernel_set
@@ -229,6 +120,19 @@ class KernelSet:
     plans_in_capture: bool = False
     remark: str = ""
     route: Callable[[MLADims, torch.dtype], str] = _no_route
+
+    def __attrs_post_init__(self) -> None:
+        check_instance("name", self.name, str, KernelError)
+        for field, kind in (("device_types", str), ("dtypes", torch.dtype)):
+            value = getattr(self, field)
+            if not isinstance(value, tuple) or not all(isinstance(item, kind) for item in value):
+                raise KernelError(f"{field}: expected a tuple of {kind.__name__}, got {describe(value)}")
+        for field in (
+            "paged_decode", "varlen_attention", "write_latent_cache_", "gather_latent_cache", "make_plan", "check_cache",
+            "objection", "varlen_bytes", "route",
+        ):  # fmt: skip
+            if not callable(getattr(self, field)):
+                raise KernelError(f"{field}: expected a function, got {describe(getattr(self, field))}")
 
     def plan(self, metadata: DecodeMetadata) -> Plan | None:
         """What `paged_decode` derives once per step and every layer uses; None where there is no such thing.
