@@ -82,7 +82,9 @@ class Golden:
 
         report = check(kernels, self.folder, only=only, device=device, exact=exact)
         if not report.passed:
-            pytest.fail(f"\n{report}", pytrace=False)
+            passed, skipped = (sum(r.status == status for r in report.results) for status in ("passed", "skipped"))
+            first = f"{report.kernels}: {passed} of {len(report.results)} bundles passed"
+            pytest.fail(f"{first}{f', {skipped} skipped' if skipped else ''}\n{report}", pytrace=False)
         return report
 
 

@@ -42,6 +42,7 @@ safetensors = importlib.import_module("safetensors.torch")
 load_file, save_file = safetensors.load_file, safetensors.save_file
 SHIPPED = {path.name: path for path in find_bundles()}
 ONE = "decode_f32_few_heads"
+MODULE_NAME = "kernels: expected module:name of a KernelSet (a dotted module, no path)"
 FILES = ("case.json", "bundle.json", "expected.safetensors")
 
 
@@ -293,8 +294,42 @@ def test_kernel_sets_are_found_by_name(tmp_path, monkeypatch):
     assert find_kernels("cpu") is find_kernels(kernel_set("CPU_MLA"))
     with pytest.raises(GoldenError, match="kernels: expected KernelSet, got int 3"):
         find_kernels("my_kernels:OTHER")
-    with pytest.raises(GoldenError, match="kernels: expected module:name of a KernelSet, got No module named 'no_such'"):
+    with pytest.raises(GoldenError, match=f"^{re.escape(MODULE_NAME)}, got no module 'no_such'$"):
         find_kernels("no_such:MINE")
+    with pytest.raises(GoldenError, match=f"^{re.escape(MODULE_NAME)}, got module 'my_kernels' without 'mine'$"):
+        find_kernels("my_kernels:mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        ("def mine(:\n", "SyntaxError in the import of 'bad_kernels': "),
+        ("1 / 0\n", "ZeroDivisionError in the import of 'bad_kernels': division by zero"),
+        ("raise SystemExit(0)\n", "SystemExit in the import of 'bad_kernels': 0"),
+        ("raise ValueError('two\\nlines')\n", "ValueError in the import of 'bad_kernels': two lines"),
+        ("None.x\n", "AttributeError in the import of 'bad_kernels': 'NoneType' object has no attribute 'x'"),
+        ("import no_such_package.part\n", "no module 'no_such_package' in the import of 'bad_kernels'"),
+        ("from mla import no_such\n", "ImportError in the import of 'bad_kernels': cannot import name 'no_such'"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_ends_with_status_2_and_one_line(text, got, tmp_path, monkeypatch, capsys):
+    (tmp_path / "bad_kernels.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["check", "--kernels", "bad_kernels:mine"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: {MODULE_NAME}, got {got}")
+    assert captured.err.count("\n") == 1
+
+
+def test_names_that_bundles_have_are_listed():
+    bundles = [load_bundle(path) for path in SHIPPED.values()]
+    with pytest.raises(GoldenError, match=re.escape(f"only: expected the name of a bundle ({', '.join(SHIPPED)}), got 'zzz'")):
+        golden.check("cpu", only="zzz")
+    with pytest.raises(GoldenError, match=r"prefill_f32_ragged, and 16 more\), got 'zzz', which none has"):
+        golden.check("cpu", bundles * 2, only="zzz")
+    with pytest.raises(GoldenError, match=r"only: expected the name of a bundle \(there is none\), got '\*'"):
+        golden.check("cpu", [])
 
 
 def test_a_set_gets_the_pages_that_it_asks_for():
@@ -323,6 +358,65 @@ def test_inputs_of_a_run_are_not_changed():
     run_case(case, inputs, attrs.evolve(right, paged_decode=in_place))
     assert torch.equal(inputs.q, again.q)
     assert torch.equal(inputs.latent_cache.nan_to_num(), again.latent_cache.nan_to_num())
+
+
+def test_every_input_that_a_kernel_changes_is_named():
+    right = kernel_set("CPU_MLA")
+
+    def messages(only, **changes):
+        (result,) = golden.check(attrs.evolve(right, **changes), only=only, exact="never").results
+        assert result.status == "failed"
+        return result.messages
+
+    def decode(q, latent_cache, metadata, **kwargs):
+        results = right.paged_decode(q, latent_cache, metadata, **kwargs)
+        q.zero_()
+        latent_cache[1, 2, 3] = 7
+        metadata.seq_lens[0] += 1
+        return results
+
+    found = messages(ONE, paged_decode=decode)
+    left = "expected the input to be left as it was, got"
+    assert len(found) == 3, found
+    assert re.match(rf"q: {left} \d+ of \d+ values changed by paged_decode, first at \[0, 0, 0\]: .*, got 0$", found[0])
+    assert re.match(rf"latent_cache: {left} 1 of \d+ values changed by paged_decode, first at \[1, 2, 3\]: .*, got 7", found[1])
+    assert re.match(rf"metadata: {left} a change by a kernel: decode.seq_lens: 1 of ", found[2])
+
+    def write(latent_cache, kv_c, k_pe, slot_mapping):
+        right.write_latent_cache_(latent_cache, kv_c, k_pe, slot_mapping)
+        k_pe.zero_()
+
+    (found,) = messages(ONE, write_latent_cache_=write)
+    assert re.match(rf"k_pe: {left} \d+ of \d+ values changed by write_latent_cache_, ", found)
+
+    def gather(latent_cache, slots, *, out):
+        rows = right.gather_latent_cache(latent_cache, slots, out=out).clone()
+        latent_cache.zero_()
+        return rows
+
+    found = messages("context_f32_chunks", gather_latent_cache=gather)
+    text = rf"latent_cache: {left} \d+ of \d+ values changed by varlen_attention or gather_latent_cache, "
+    assert any(re.match(text, message) for message in found)
+    assert not any("write_latent_cache_" in message for message in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda out, lse: out, "Tensor"),
+        (lambda out, lse: (out, lse, None), "tuple of 3"),
+        (lambda out, lse: None, "NoneType"),
+    ],
+)
+@pytest.mark.parametrize(("only", "function"), [(ONE, "paged_decode"), ("context_f32_chunks", "varlen_attention")])
+def test_a_kernel_that_returns_no_pair_is_named(only, function, change, got):
+    right = kernel_set("CPU_MLA")
+
+    def wrong(*args, **kwargs):
+        return change(*getattr(right, function)(*args, **kwargs))
+
+    (result,) = golden.check(attrs.evolve(right, **{function: wrong}), only=only, exact="never").results
+    assert result.messages == (f"{function}: expected (out, lse), got {got}",)
 
 
 # Command line
@@ -362,8 +456,12 @@ def test_a_failure_ends_with_status_1_a_table_and_junit(broken_kernels, tmp_path
     ("arguments", "message"),
     [
         (["check", "no_such_folder"], "folder: expected a folder of bundles, got no_such_folder"),
-        (["check", "--only", "nothing*"], "only: expected the name of a bundle, got 'nothing*'"),
-        (["check", "--kernels", "NOTHING"], "name: expected one of CPU_MLA, "),
+        (["check", "--only", "nothing*"], "only: expected the name of a bundle (context_bf16_one_chunk, context_"),
+        (["check", "--kernels", "NOTHING"], "kernels: expected one of cpu, ipex, aiter, cuda, CPU_MLA, "),
+        (["check", "--kernels", "../t2/my_kernels:mine"], f"{MODULE_NAME}, got '../t2/my_kernels:mine'"),
+        (["check", "--kernels", "/my_kernels.py:mine"], f"{MODULE_NAME}, got '/my_kernels.py:mine'"),
+        (["check", "--kernels", "my_kernels:"], f"{MODULE_NAME}, got 'my_kernels:'"),
+        (["check", "--kernels", "nomod:x"], f"{MODULE_NAME}, got no module 'nomod'"),
         (["check", "--device", "nowhere"], "device: expected a device of torch"),
         (["check", "--device", "xpu"], "device: expected a device that this torch can use, got xpu"),
         (["record", "no_such.json", "--out", "x"], "no_such.json: expected a file that can be read"),
@@ -727,11 +825,14 @@ def test_wrong(golden):
 
 
 def run_pytest(folder: Path, *arguments: str) -> str:
-    """Output of a user's own test run."""
+    """Output of a user's own test run, with the plugin that stands beside the package: an editable install copies it."""
+    beside = str(Path(mla.golden.__file__).parents[2])
+    path = os.pathsep.join(filter(None, [beside, os.environ.get("PYTHONPATH")]))
     plugin = [] if HAS_ENTRY_POINT else ["-p", "pytest_mla"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", *plugin, *arguments],
         cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
@@ -745,6 +846,9 @@ def test_the_fixture_tests_kernels_in_one_line(tmp_path, bundle_copy):
     assert "1 failed, 2 passed" in out, out
     assert "LSE is the expected one divided by ln 2: base 2?" in out
     assert "Traceback" not in out
+    decoding = sum(name.startswith("decode") for name in SHIPPED)
+    summary = f"Failed: MINE: {len(SHIPPED) - decoding} of {len(SHIPPED)} bundles passed"
+    assert re.search(rf"^FAILED test_mine.py::test_wrong - {re.escape(summary)}$", out, re.MULTILINE), out
     out = run_pytest(tmp_path, "-q", f"--mla-golden-dir={bundle_copy.parent}", "test_mine.py")
     assert "1 failed, 2 passed" in out, out
     assert "MINE: 0 passed, 1 failed, 0 skipped" in out

@@ -92,6 +92,51 @@ def test_one_wrong_row_among_many_is_found():
     assert len(messages) == 1
     assert "worst at [700, 1, 5]: expected 1, got 1.1" in messages[0]
     assert re.search(r"relative error 7\.\S+e-04 \(limit 0.004\), of the worst row 3\.\S+e-02 \(limit 0.016\)", messages[0])
+    assert "of the worst element 1.00e-01 (limit 0.064)" in messages[0]
+
+
+@pytest.mark.parametrize("kernels", ["CPU_MLA", "TORCH"])
+@pytest.mark.parametrize("change", [lambda x: x + 0.15, lambda x: 0.0, lambda x: -x], ids=["added", "zero", "sign"])
+def test_one_wrong_element_of_the_real_shape_is_found(kernels, change):
+    right, only = kernel_set(kernels), "decode_bf16_deepseek_v3"
+    expected = golden.load_bundle(golden.SHIPPED / only).out
+    place = tuple(int(i) for i in torch.unravel_index((expected + 0.317).abs().argmin(), expected.shape))
+
+    def one_element(*args, **kwargs):
+        out, lse = right.paged_decode(*args, **kwargs)
+        out[place] = change(float(out[place]))
+        return out, lse
+
+    text = failure(attrs.evolve(right, paged_decode=one_element), only, exact="never")
+    assert re.match(r"out: relative error .*, of the worst element \S+ \(limit 0\.064\); worst at ", text)
+    assert f"worst at {list(place)}: expected -0.31" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_an_element_is_limited_by_the_rms_of_its_own_row(dtype):
+    tolerance = golden.load_bundle(golden.SHIPPED / DECODE).tolerances.of(dtype)
+    expected, lse = torch.ones(3, 2, 512, dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
+    expected[1] *= 0.01  # a small row beside large ones
+    for row in (0, 1):
+        scale = float(expected[row, 0, 0])
+        for factor, good in ((15.9, True), (16.1, False)):
+            out = expected.clone()
+            out[row, 0, 5] += factor * tolerance.out_rel * scale
+            messages = compare_close(out, lse, expected, lse, tolerance)
+            assert (messages == []) is good
+            assert good or f"worst at [{row}, 0, 5]: expected {scale:g}, got " in messages[0]
+
+
+def test_a_row_of_zeros_must_be_exactly_zero():
+    tolerance = golden.Tolerance(out_rel=4e-3, lse_abs=1e-3)
+    expected, lse = torch.ones(3, 2, 8, dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
+    expected[2] = 0
+    out = expected.clone()
+    out[2] = -0.0
+    assert compare_close(out, lse, expected, lse, tolerance) == []
+    out[2, 1, 3] = 1e-9
+    (message,) = compare_close(out, lse, expected, lse, tolerance)
+    assert "of the worst element inf (limit 0.064); worst at [2, 1, 3]: expected 0, got 1e-09" in message
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 0.0])
@@ -144,6 +189,22 @@ def test_the_scale_of_the_cache_row_of_deepseek_v3_is_named():
 
     text = failure(broken(decode=scaled), "decode_bf16_deepseek_v3")
     assert "looks like softmax_scale 0.04166667 = 576 ** -0.5 (latent_dim), expected 0.1352338" in text
+
+
+def test_every_name_of_a_scale_is_listed():
+    """Where qk_head_dim is 24, the right scale squared and the literal of DeepSeek-V3 are one number."""
+
+    def scaled(*args, **kwargs):
+        return decode(*args, **{**kwargs, "softmax_scale": 576**-0.5})
+
+    bundle = golden.load_bundle(golden.SHIPPED / DECODE)
+    dims = bundle.case.dims
+    assert dims.qk_head_dim == 24
+    literal = "576 ** -0.5 (a literal, latent_dim of DeepSeek-V3)"
+    text = failure(broken(decode=scaled), DECODE)
+    assert f"looks like softmax_scale 0.04166667 = {literal} or the right one squared, expected 0.2041241" in text
+    text = failure(broken(decode=scaled), "decode_bf16_many_heads")
+    assert f"looks like softmax_scale 0.04166667 = {literal}" in text
 
 
 def test_a_scale_without_yarn_is_named_for_prompts_too():

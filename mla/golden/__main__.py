@@ -15,7 +15,7 @@ from mla.golden.replay import EXACT, check, record, with_bar
 
 __all__ = ["main"]
 
-KERNELS = "cpu, ipex, aiter, cuda, a name such as CPU_MLA, or module:name of your own (default: cpu)"
+KERNELS = "cpu, ipex, aiter, cuda, a name such as CPU_MLA, or module:name of your own, a dotted module (default: cpu)"
 
 
 def _parser() -> argparse.ArgumentParser:

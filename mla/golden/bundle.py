@@ -55,7 +55,8 @@ class Tolerance:
     Parameters
     ----------
     out_rel : float
-        Largest relative error of the output in the Frobenius norm; a single row may have four times as much.
+        Largest relative error of the output in the Frobenius norm; a single row may have four times as much, and a single
+        element sixteen times as much of the root mean square of its row.
     lse_abs : float
         Largest absolute error of the LSE.
 

@@ -18,6 +18,8 @@ __all__ = ["Problem", "diagnose"]
 
 MAX_BLOCK_PAIRS = 1 << 20
 LN2 = math.log(2)
+DEEPSEEK_V3_LATENT_DIM = 576
+"""A width that kernels have as a literal."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -164,15 +166,22 @@ class Problem:
 
 
 def _scales(problem: Problem) -> Iterator[tuple[str, float]]:
-    """Scales that are taken by mistake, with what they come from."""
+    """Scales that are taken by mistake, each once, with all that it may come from."""
     dims = problem.case.dims
     right = dims.softmax_scale
     widths = [("latent_dim", dims.latent_dim), ("qk_head_dim", dims.qk_head_dim), ("kv_lora_rank", dims.kv_lora_rank)]
     widths += [("qk_nope_head_dim", dims.qk_nope_head_dim), ("v_head_dim", dims.v_head_dim)]
+    if dims.latent_dim != DEEPSEEK_V3_LATENT_DIM:
+        widths.append(("a literal, latent_dim of DeepSeek-V3", DEEPSEEK_V3_LATENT_DIM))
     scales = [(f"{width} ** -0.5 ({name})", width**-0.5) for name, width in widths]
     scales += [("no scale at all", 1.0), ("the right one squared", right**2), ("the right one times log2(e)", right / LN2)]
     scales += [("the right one times ln 2", right * LN2), ("the right one inverted", 1 / right)]
-    return ((name, scale) for name, scale in scales if not math.isclose(scale, right, rel_tol=1e-6))
+    while scales:
+        scale = scales[0][1]
+        equal = [name for name, other in scales if math.isclose(other, scale, rel_tol=1e-6)]
+        scales = [pair for pair in scales if pair[0] not in equal]
+        if not math.isclose(scale, right, rel_tol=1e-6):
+            yield " or ".join(equal), scale
 
 
 def _cut(problem: Problem, query: Query, visible: int) -> torch.Tensor:

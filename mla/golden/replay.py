@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import attrs
@@ -15,7 +16,7 @@ import torch
 
 from mla._checks import check_choice, check_instance, dtype_name, usable_device
 from mla.compute.kernels import KernelSet, explain
-from mla.compute.select import kernel_set
+from mla.compute.select import KERNEL_SETS, kernel_set
 from mla.errors import GoldenError
 from mla.golden.bundle import DEFAULT_TOLERANCES, Bundle, find_bundles, load_bundle, lse_dtype
 from mla.golden.case import GoldenCase
@@ -34,6 +35,8 @@ SHORT_NAMES = {"cpu": "CPU_MLA", "ipex": "CPU_MLA_IPEX", "aiter": "ROCM_AITER_ML
 T = TypeVar("T")
 EXACT = ("auto", "always", "never")
 THREADS = (1, 2)
+MAX_NAMES = 16
+"""How many bundles a message lists."""
 
 
 def find_kernels(kernels: KernelSet | str) -> KernelSet:
@@ -49,16 +52,33 @@ def find_kernels(kernels: KernelSet | str) -> KernelSet:
     GoldenError, KernelError
         No such set, or one whose package is missing here.
     """
-    if isinstance(kernels, str) and ":" in kernels:
-        module, _, name = kernels.partition(":")
-        try:
-            kernels = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as reason:
-            raise GoldenError(f"kernels: expected module:name of a KernelSet, got {reason}") from reason
-    if isinstance(kernels, str):
+    if isinstance(kernels, str) and ":" not in kernels:
+        if kernels not in SHORT_NAMES and kernels not in KERNEL_SETS:
+            names = ", ".join([*SHORT_NAMES, *KERNEL_SETS])
+            raise GoldenError(f"kernels: expected one of {names}, or module:name of your own, got {kernels!r}")
         return kernel_set(SHORT_NAMES.get(kernels, kernels))
-    check_instance("kernels", kernels, KernelSet, GoldenError)
-    return kernels
+    found: Any = _imported(kernels) if isinstance(kernels, str) else kernels
+    check_instance("kernels", found, KernelSet, GoldenError)
+    chosen: KernelSet = found
+    return chosen
+
+
+def _imported(text: str) -> Any:
+    """What ``module:name`` stands for; whatever an import raises becomes one line."""
+    module, _, name = text.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        raise GoldenError(f"kernels: expected module:name of a KernelSet (a dotted module, no path), got {text!r}")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as reason:
+        got = f"{type(reason).__name__} in the import of {module!r}: {' '.join(str(reason).split())}"
+        if isinstance(reason, ModuleNotFoundError) and reason.name is not None:
+            got = f"no module {reason.name!r}"
+            if not f"{module}.".startswith(f"{reason.name}."):
+                got += f" in the import of {module!r}"
+        elif isinstance(reason, AttributeError) and reason.name == name and isinstance(reason.obj, ModuleType):
+            got = f"module {module!r} without {name!r}"
+        raise GoldenError(f"kernels: expected module:name of a KernelSet (a dotted module, no path), got {got}") from reason
 
 
 def _device_of(kernels: KernelSet, device: torch.device | str | None) -> torch.device:
@@ -109,12 +129,12 @@ def record(
     reason = explain(kernels, dims=case.dims, dtype=case.dtype)
     if not reason.startswith(f"{kernels.name} runs"):
         raise GoldenError(f"case {case.name}: expected one that {kernels.name} runs, got {reason}")
-    got_out, got_lse, _ = run_case(case, inputs.to(device=where), kernels)
-    bundle = attrs.evolve(bundle, recorded_out=got_out, recorded_lse=got_lse)
+    got = run_case(case, inputs.to(device=where), kernels)
+    bundle = attrs.evolve(bundle, recorded_out=got.out, recorded_lse=got.lse)
     result = check_bundle(bundle, kernels, device=where, exact="never")
     if result.status != "passed":
         raise GoldenError(f"case {case.name}: expected results of {kernels.name} to keep, got {'; '.join(result.messages)}")
-    return attrs.evolve(bundle, recorded_out=got_out.cpu(), recorded_lse=got_lse.cpu())
+    return attrs.evolve(bundle, recorded_out=got.out.cpu(), recorded_lse=got.lse.cpu())
 
 
 @contextmanager
@@ -211,13 +231,16 @@ def _check_once(
     tolerance = bundle.tolerances.of(dtype)
     moved = inputs.to(device=where, dtype=dtype)
     try:
-        out, lse, cache = run_case(case, moved, kernels)
+        run = run_case(case, moved, kernels)
+    except GoldenError as error:
+        return None, [str(error)]
     except Exception as error:  # noqa: BLE001  a kernel of somebody's own may raise anything
         return None, [f"raised {type(error).__name__}: {error}"]
+    out, lse, changed = run.out, run.lse, list(run.changed)
     wrong = wrong_form("out", out, case.out_shape, dtype), wrong_form("lse", lse, case.out_shape[:2], lse_dtype(dtype))
     if any(wrong):
-        return None, [message for message in wrong if message]
-    found = _wrong_rows(inputs.to(dtype=dtype).written_cache(), cache.cpu())
+        return None, [message for message in wrong if message] + changed
+    found = _wrong_rows(inputs.to(dtype=dtype).written_cache(), run.latent_cache.cpu()) + changed
     host_out, host_lse = out.detach().cpu(), lse.detach().cpu()
     wide = host_out.double(), host_lse.double()
     errors = errors_of(*wide, bundle.out, bundle.lse)
@@ -287,11 +310,16 @@ def check(
     """
     kernels = find_kernels(kernels)
     if bundles is None or isinstance(bundles, (str, Path)):
-        chosen = [load_bundle(folder) for folder in find_bundles(bundles) if fnmatch.fnmatchcase(folder.resolve().name, only)]
+        folders = find_bundles(bundles)
+        names = [folder.resolve().name for folder in folders]
+        chosen = [load_bundle(folder) for folder, name in zip(folders, names, strict=True) if fnmatch.fnmatchcase(name, only)]
     else:
-        chosen = [bundle for bundle in bundles if fnmatch.fnmatchcase(bundle.name, only)]
+        given = list(bundles)
+        names = [bundle.name for bundle in given]
+        chosen = [bundle for bundle in given if fnmatch.fnmatchcase(bundle.name, only)]
     if not chosen:
-        raise GoldenError(f"only: expected the name of a bundle, got {only!r}, which none has")
+        there = ", ".join(names[:MAX_NAMES]) + (f", and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
+        raise GoldenError(f"only: expected the name of a bundle ({there or 'there is none'}), got {only!r}, which none has")
     results = [check_bundle(bundle, kernels, device=device, exact=exact) for bundle in with_bar(chosen, show=progress)]
     return Report(kernels=kernels.name, results=tuple(results))
 
