@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from batches import Row, row_groups, shuffled_tables
@@ -68,6 +70,37 @@ def test_boxes_become_descriptors_for_the_first_call():
     described = kernel.calls[0][1][0]
     assert (described.shape, described.strides, described.block_shape) == ([4, 576], [576, 1], [64, 128])
     assert kernel.compiled.runs[0][9] is boxes
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton: pip install 'mla[triton]'")
+def test_boxes_are_what_the_call_of_a_compiled_kernel_reads(monkeypatch):
+    """By the installed release's own code, which asks a descriptor for more from release to release."""
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+
+    class Active:
+        class utils:  # noqa: N801  (its name there)
+            fill_tma_descriptor = fill_tma_descriptor_tiled = staticmethod(lambda *args: args)
+
+    monkeypatch.setattr(driver, "_active", Active())
+    cache = torch.zeros(4, 576, dtype=torch.bfloat16)
+    known = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
+    more = [None] * (len(inspect.signature(nvidia.make_tensordesc_arg).parameters) - 2)
+    described, *numbers = nvidia.make_tensordesc_arg(RowBoxes(cache, (4, 576), 576, (64, 64)), known, *more)
+    assert numbers == [4, 576, 576, 1]
+    assert described[0] == cache.data_ptr()
+    assert [64, 64] in described
+
+
+def test_addresses_are_taken_once_compiled():
+    kernel = Kernel(Compiled())
+    launch = Launcher(kernel, {"SIZE": 8, "WIDE": True})
+    assert not launch.takes_addresses
+    launch((1, 1, 1), 0, "x", 1)
+    assert launch.takes_addresses
+    interpreted = Launcher(Kernel(None), {"SIZE": 8, "WIDE": True})
+    interpreted((1, 1, 1), 0, "x", 1)
+    assert not interpreted.takes_addresses
 
 
 def test_the_cpu_has_no_stream():
