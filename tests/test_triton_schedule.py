@@ -114,12 +114,12 @@ def batches():
 
 
 @interpreted
-@pytest.mark.parametrize("kind", UNITS)
-def test_beginning_a_sequence_counts_where_sequences_differ(kind):
+@pytest.mark.parametrize(("kind", "balanced"), [("few", True), ("wide", True), ("wide", False)])
+def test_beginning_a_sequence_counts_where_sequences_differ(kind, balanced):
     """Of a batch of short and long sequences, those who get the short ones get fewer tiles."""
     units, num_groups = UNITS[kind], 6
     lens = [64 * units.tile] * 3 + [4 * units.tile] * 48
-    plan = plan_of(lens, units, num_groups, balanced=True)
+    plan = plan_of(lens, units, num_groups, balanced=balanced)
     costs = [0.0] * num_groups
     for own in plan.stretches(units):
         for begin, end, group in own:
@@ -162,6 +162,8 @@ def test_shares_cover_the_batch(kind, balanced):
                 assert all(end % piece == 0 for end in ends[:-1])
             for (_, end, group), (_, _, neighbour) in itertools.pairwise(own):
                 assert end % unit == 0 or neighbour == group + 1
+            for first in range(0, tiles, unit):
+                assert sum(begin < first + unit and end > first for begin, end, _ in own) <= 2, "a unit is handed over once"
             assert plan.slots[seq] == next_slot
             parts = -(-tiles // unit)
             next_slot += parts if parts > 1 else 0
@@ -181,7 +183,7 @@ def test_shares_are_even():
     ):
         for balanced in (False, True):
             plan = plan_of(lens, UNITS[kind], 24, balanced=balanced)
-            cost = UNITS[kind].seq_cost if balanced and lens is ragged else 0
+            cost = UNITS[kind].seq_cost if lens is ragged and (balanced or kind == "wide") else 0
             loads = [0] * 24
             for own in plan.stretches(UNITS[kind]):
                 for begin, end, group in own:

@@ -8,8 +8,8 @@ Work plan
 `plan_shares` shares the batch out from the lengths on the device; nothing is read on the host, and the grid is fixed. Any share
 may begin and end anywhere, but a sequence is summed in units that depend on its own length only (GROUPS of 4096 keys in pieces
 of 512 with few rows; pieces of 4096 keys, of 2048 beyond 32,768, with many), and a unit that a share cuts is carried on by the
-next program from the exact state: so bits do not depend on the batch. `balanced` knows no units: shares are equal (beginning a
-sequence counts as a few tiles where sequences differ), parts begin where shares do, and bits depend on the batch.
+next program from the exact state: so bits do not depend on the batch. `balanced` knows no units: shares are equal,
+parts begin where shares do, and bits depend on the batch. Beginning a sequence counts as a few tiles where sequences differ.
 
 Carrying on waits for the program before. Programs are no more than the chip has multiprocessors and start in their order, and
 each hands over before it waits itself, so the one waited for always runs.

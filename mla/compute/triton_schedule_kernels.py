@@ -52,8 +52,8 @@ def plan_shares(
     """Share the tiles of a batch out; every program finds its own group's share from all the lengths, and the sequences in it.
 
     GROUP pieces are a unit where there is more than one; else units are pieces of PIECE tiles, or LONG_PIECE beyond LONG_SEQ
-    keys. Where sequences differ and shares are long, BALANCED counts SEQ_COST tiles more for each sequence, which is about what
-    beginning and ending one takes. Flags are taken down.
+    keys. Where sequences differ and shares are long, each sequence counts SEQ_COST tiles more, which is about what beginning
+    and ending one takes; not where units are groups of pieces, whose ends decide where shares may end. Flags are taken down.
     """
     group = tl.program_id(0)
     seqs = tl.arange(0, SEQS)
@@ -70,7 +70,8 @@ def plan_shares(
     extra = 0
     cost_ends = ends
     total_cost = total
-    if BALANCED:
+    if BALANCED or GROUP == 1:
+        # No sequence begins inside a unit, so a share of at least a unit still holds the rest of any that its start cuts.
         extra = tl.where((longest != shortest) & (total > 8 * SEQ_COST * num_groups), SEQ_COST, 0)
         costs = tl.where(tiles > 0, tiles + extra, 0)
         cost_ends = tl.cumsum(costs, 0)
