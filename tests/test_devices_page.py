@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +39,7 @@ def test_any_device(page):
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
 def test_nvidia(page, monkeypatch, a_gpu_of, capability):  # noqa: F811
     monkeypatch.setattr(cuda, "_installed_triton", lambda: "3.6.0")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.0"))
     a_gpu_of(*capability)
     for name, num_heads in (("TRITON_MLA", 16), ("TRITON_MLA", 128), ("TRITON_MLA_BALANCED", 16)):
         if capability == (9, 0) or (name, num_heads) == ("TRITON_MLA", 16):
