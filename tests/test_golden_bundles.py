@@ -887,3 +887,18 @@ def test_a_kernel_set_of_ones_own_needs_two_functions():
     report = golden.check(mine)
     assert report.passed, report
     assert {r.dtype for r in report.results if r.status == "passed"} == {"float32"}
+
+
+@pytest.mark.parametrize(("folder", "release"), [
+    (Path(__file__).parent / "bundles_torch28", "2.8."),
+    (Path(mla.golden.__file__).parent / "bundles", "2.13."),
+])  # fmt: skip
+def test_bundles_of_both_torch_releases_hold_under_this_one(folder, release):
+    """The suite runs under both: a bundle of either is checked under the other, by tolerance."""
+    bundles = [load_bundle(path) for path in find_bundles(folder)]
+    assert len(bundles) >= 4
+    assert all(bundle.provenance.torch.startswith(release) for bundle in bundles)
+    report = golden.check("CPU_MLA", folder)
+    assert report.passed
+    if not torch.__version__.startswith(release):
+        assert all(re.match(r"tolerance \(other torch\b", result.compared) for result in report.results)
