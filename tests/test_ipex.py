@@ -50,6 +50,8 @@ LSE = 3e-6
 """Measured: 2e-6, for every dtype."""
 SINK_LSE = 1e-4
 """Measured: 6e-5 where one key lies 60 above the rest, whose score alone is rounded at its size."""
+SCALAR_FACTOR = 3
+"""Of IPEX's scalar decode code, on CPUs without AVX512_BF16, which adds a score up in one sum: measured 5.3e-6 and 1.4e-4."""
 
 
 def why_not_here():
@@ -581,6 +583,8 @@ def latent_case(lengths, *, num_heads=16, query_lens=None, block_size=16, dims=(
 
 
 def assert_decodes(kernels, q, cache, metadata, *, rank=512, scale=SCALE, lse_abs=LSE):
+    if kernels.name == "CPU_MLA_IPEX" and not ipex_load.has_avx512_bf16():
+        lse_abs *= SCALAR_FACTOR
     plan = kernels.plan(metadata)
     out, lse = kernels.paged_decode(q, cache, metadata, kv_lora_rank=rank, softmax_scale=scale, plan=plan)
     want_out, want_lse = reference.paged_decode(q, cache, metadata, kv_lora_rank=rank, softmax_scale=scale)
