@@ -18,7 +18,7 @@ from gpu_timing import Ceilings, Clock, host_ms, matmul, measure_ceilings
 from rows import CheckError, Row
 
 from mla.compute import KernelSet
-from mla.compute.kernels import Plan
+from mla.compute.contracts import Plan
 from mla.compute.triton_hopper import HopperPlan
 from mla.compute.triton_launch import raw_stream
 

@@ -28,7 +28,7 @@ from mla import (
     kernel_set,
 )
 from mla.compute import reference
-from mla.compute.kernels import PagedDecode, Plan
+from mla.compute.contracts import PagedDecode, Plan
 from mla.metadata import DecodeMetadata
 from mla.plot import PALETTE
 

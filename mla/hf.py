@@ -18,7 +18,8 @@ from torch import nn
 
 from mla._checks import check_instance, check_int, describe
 from mla.cache.spec import LatentCacheSpec
-from mla.compute.kernels import KernelSet, Plan, explain
+from mla.compute.contracts import Plan
+from mla.compute.kernels import KernelSet, explain
 from mla.compute.rope import RopeTable, rope_table
 from mla.compute.select import kernels_for
 from mla.errors import CacheError, KernelError, MLAError, WeightsError

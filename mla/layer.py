@@ -6,7 +6,8 @@ import torch
 
 from mla._checks import check_instance, check_positive_float, check_tensor
 from mla.compute.attention import check_attention_inputs, check_workspace, decode, prefill
-from mla.compute.kernels import KernelSet, Plan
+from mla.compute.contracts import Plan
+from mla.compute.kernels import KernelSet
 from mla.compute.products import linear
 from mla.compute.rope import RopeTable, apply_rope
 from mla.errors import KernelError

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from mla._checks import FLOATS, check_instance, check_int, describe, dtype_name, usable_device
-from mla.compute.kernels import KernelSet, Plan
+from mla.compute.contracts import Plan
+from mla.compute.kernels import KernelSet
 from mla.compute.rope import RopeTable
 from mla.compute.select import kernels_for
 from mla.errors import KernelError, WeightsError

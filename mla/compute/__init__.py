@@ -2,7 +2,8 @@
 
 from mla.compute.absorb import absorb_query, expand_latent, project_output, split_kv_b_proj
 from mla.compute.attention import decode, prefill, prefill_workspace_bytes
-from mla.compute.kernels import GatherLatentCache, KernelSet, PagedDecode, VarlenAttention, WriteLatentCache, explain
+from mla.compute.contracts import GatherLatentCache, PagedDecode, VarlenAttention, WriteLatentCache
+from mla.compute.kernels import KernelSet, explain
 from mla.compute.merge import merge_attn_states
 from mla.compute.operators import as_operators
 from mla.compute.products import head_linear, linear

@@ -7,7 +7,8 @@ import torch
 from mla._checks import check_instance, check_int, check_tensor, dtype_name
 from mla.cache.spec import check_latent_cache
 from mla.compute.absorb import absorb_query, expand_latent, project_output
-from mla.compute.kernels import KernelSet, Plan
+from mla.compute.contracts import Plan
+from mla.compute.kernels import KernelSet
 from mla.compute.merge import merge_into_
 from mla.errors import KernelError
 from mla.metadata.dims import MLADims

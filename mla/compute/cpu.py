@@ -86,7 +86,7 @@ def paged_decode(
     softmax_scale: float,
     plan: object | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of new tokens over the paged latent cache; `mla.compute.kernels.PagedDecode` says what it means.
+    """Attention of new tokens over the paged latent cache; `mla.compute.PagedDecode` says what it means.
 
     Parameters
     ----------
@@ -196,7 +196,7 @@ def varlen_attention(
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over ragged batches; `mla.compute.kernels.VarlenAttention` says what it means.
+    """Attention over ragged batches; `mla.compute.VarlenAttention` says what it means.
 
     Reads the cumulative lengths, which synchronises on a device other than the CPU.
 

@@ -30,7 +30,7 @@ def varlen_attention_backward(
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of `mla.compute.kernels.VarlenAttention` with respect to q, k and v.
+    """The gradients of `mla.compute.VarlenAttention` with respect to q, k and v.
 
     Computed in float32, in float64 for float64 inputs, and rounded once at the end. A row that sees no key and a row that
     belongs to no sequence give zeros, whatever arrives there. Reads the cumulative lengths, which synchronises on a device

@@ -17,9 +17,10 @@ from types import ModuleType
 import torch
 
 from mla.compute import ipex_decode, ipex_load, ipex_prefill, operators
+from mla.compute.contracts import Plan
 from mla.compute.ipex_decode import IpexDecodePlan, plan_decode
 from mla.compute.ipex_load import Installed, load_ipex
-from mla.compute.kernels import KernelSet, Plan
+from mla.compute.kernels import KernelSet
 from mla.metadata.records import DecodeMetadata
 
 __all__ = [
@@ -97,7 +98,7 @@ def paged_decode(
     softmax_scale: float,
     plan: Plan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of new tokens over the paged latent cache by IPEX; `mla.compute.kernels.PagedDecode` says what it means.
+    """Attention of new tokens over the paged latent cache by IPEX; `mla.compute.PagedDecode` says what it means.
 
     Imports IPEX, and reads its signatures at every call; the kernels of a set from `make_kernel_set` have done so once.
 
@@ -151,7 +152,7 @@ def varlen_attention(
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over ragged batches by IPEX's `flash_attention`; `mla.compute.kernels.VarlenAttention` says what it means.
+    """Attention over ragged batches by IPEX's `flash_attention`; `mla.compute.VarlenAttention` says what it means.
 
     Imports IPEX. Every sequence is a call of its own. Where it has more keys than queries and `causal` is set, the last keys
     are attended causally and those before them in full, and the two are merged by LSE: IPEX aligns its mask with the first key.

@@ -10,8 +10,8 @@ import torch
 
 from mla._checks import check_instance, check_positive_float, check_tensor
 from mla.cache.spec import check_latent_cache
+from mla.compute.contracts import Plan
 from mla.compute.ipex_load import Installed
-from mla.compute.kernels import Plan
 from mla.errors import KernelError
 from mla.metadata.records import DecodeMetadata
 

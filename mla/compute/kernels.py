@@ -14,17 +14,7 @@ from mla.errors import KernelError
 from mla.metadata.dims import MLADims
 from mla.metadata.records import DecodeMetadata
 
-__all__ = [
-    "GatherLatentCache",
-    "KernelSet",
-    "PagedDecode",
-    "Plan",
-    "VarlenAttention",
-    "WriteLatentCache",
-    "explain",
-    "refuse_features",
-    "refuse_gradients",
-]
+__all__ = ["KernelSet", "explain", "refuse_features", "refuse_gradients"]
 
 
 def _no_plan(metadata: DecodeMetadata) -> Plan | None:

@@ -18,16 +18,9 @@ import attrs
 import torch
 
 from mla._checks import check_instance
+from mla.compute.contracts import GatherLatentCache, PagedDecode, Plan, VarlenAttention, WriteLatentCache
 from mla.compute.gradients import backward_of_varlen, save_for_varlen
-from mla.compute.kernels import (
-    GatherLatentCache,
-    KernelSet,
-    PagedDecode,
-    Plan,
-    VarlenAttention,
-    WriteLatentCache,
-    refuse_gradients,
-)
+from mla.compute.kernels import KernelSet, refuse_gradients
 from mla.errors import KernelError
 from mla.metadata.records import DecodeMetadata, PagedKV
 

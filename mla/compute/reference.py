@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from mla.compute.kernels import Plan
+from mla.compute.contracts import Plan
 from mla.errors import KernelError
 from mla.metadata.dims import MLADims
 from mla.metadata.records import DecodeMetadata, PrefillMetadata
@@ -42,7 +42,7 @@ def varlen_attention(
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`mla.compute.kernels.VarlenAttention` in float64.
+    """`mla.compute.VarlenAttention` in float64.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def paged_decode(
     softmax_scale: float,
     plan: Plan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`mla.compute.kernels.PagedDecode` in float64.
+    """`mla.compute.PagedDecode` in float64.
 
     Parameters
     ----------

@@ -16,7 +16,8 @@ from types import ModuleType
 import torch
 
 from mla.compute import rocm_decode, rocm_load, rocm_prefill
-from mla.compute.kernels import KernelSet, Plan
+from mla.compute.contracts import Plan
+from mla.compute.kernels import KernelSet
 from mla.compute.operators import as_operators
 from mla.compute.rocm_decode import AiterDecodePlan, plan_decode
 from mla.compute.rocm_load import Installed, is_aiter_mla_enabled, load_aiter
@@ -121,7 +122,7 @@ def paged_decode(
     softmax_scale: float,
     plan: Plan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of new tokens over the paged latent cache by AITER; `mla.compute.kernels.PagedDecode` says what it means.
+    """Attention of new tokens over the paged latent cache by AITER; `mla.compute.PagedDecode` says what it means.
 
     Reads AITER's signatures at every call; the kernels of a set from `make_kernel_set` have done so once.
 
@@ -174,7 +175,7 @@ def varlen_attention(
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over ragged batches by AITER; `mla.compute.kernels.VarlenAttention` says what it means.
+    """Attention over ragged batches by AITER; `mla.compute.VarlenAttention` says what it means.
 
     Parameters
     ----------

@@ -9,7 +9,7 @@ import torch
 
 from mla._checks import check_instance, check_positive_float, check_tensor
 from mla.cache.spec import check_latent_cache
-from mla.compute.kernels import Plan
+from mla.compute.contracts import Plan
 from mla.compute.rocm_load import Installed
 from mla.compute.rocm_table import KV_LORA_RANK, LATENT_DIM, NUM_KV_SPLITS, PAGE_SIZE, kernel_for
 from mla.errors import KernelError

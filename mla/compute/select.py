@@ -10,7 +10,8 @@ import torch
 from mla._checks import as_device, describe
 from mla.cache.spec import CACHE_DTYPES
 from mla.compute import cpu, cuda, ipex, reference, rocm
-from mla.compute.kernels import KernelSet, Plan, explain, refuse_features
+from mla.compute.contracts import Plan
+from mla.compute.kernels import KernelSet, explain, refuse_features
 from mla.compute.operators import as_operators
 from mla.errors import KernelError
 from mla.metadata.dims import MLADims

@@ -16,7 +16,7 @@ import torch
 from mla._checks import check_instance, check_int, check_positive_float, check_tensor, dtype_name
 from mla.cache.spec import check_latent_cache
 from mla.compute import triton_hopper, triton_portable
-from mla.compute.kernels import Plan
+from mla.compute.contracts import Plan
 from mla.compute.triton_hopper import KV_LORA_RANK, LATENT_DIM, HopperPlan
 from mla.errors import KernelError
 from mla.metadata.records import DecodeMetadata
@@ -231,7 +231,7 @@ def paged_decode(
     softmax_scale: float,
     plan: Plan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of new tokens over the paged latent cache by Triton; `mla.compute.kernels.PagedDecode` says what it means.
+    """Attention of new tokens over the paged latent cache by Triton; `mla.compute.PagedDecode` says what it means.
 
     A sequence has the same bits alone and in any batch, eager and replayed, with any padding, placement of blocks and block
     size.

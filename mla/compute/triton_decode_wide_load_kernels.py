@@ -1,8 +1,8 @@
 """The loading half of the decode kernel for many heads on Hopper: queries and tiles, in the order in which they are attended.
 
-Blocks of 64 rows or a multiple come by the copy engine, nine boxes of 64 columns for each half of a tile; rows
-of other blocks are fetched one by one. Every quarter has a barrier of its own that
-says that it is there, and every two have one that says that they may be overwritten.
+Blocks of 64 rows or a multiple come by the copy engine, nine boxes of 64 columns for each half of a tile; rows of other blocks
+are fetched one by one. Every quarter has a barrier of its own that says that it is there, and every two have one that says that
+they may be overwritten.
 
 Importing this module imports Triton; `mla.compute.triton_hopper` does so when it launches.
 """

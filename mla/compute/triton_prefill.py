@@ -173,7 +173,7 @@ def varlen_attention(
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`mla.compute.kernels.VarlenAttention` in Triton, with bits that do not depend on the batch.
+    """`mla.compute.VarlenAttention` in Triton, with bits that do not depend on the batch.
 
     Parameters
     ----------
