@@ -73,7 +73,7 @@ def plan_of(lens, units, num_groups, *, balanced, query_lens=None, num_heads=16,
     starts = torch.tensor([0, *(query_lens or [1] * num_seqs)], dtype=torch.int32).cumsum(0).to(torch.int32)
     buffer = torch.full((num_groups * 4 + 4 + 4 * num_seqs,), -7, dtype=torch.int32)
     flags = torch.full((70,), 5, dtype=torch.int32)
-    plan_shares[(num_groups, 1, 1)](
+    plan_shares[(num_groups + 1, 1, 1)](
         buffer, flags, torch.tensor(lens, dtype=torch.int32), starts, num_seqs, num_groups, 65, *limits,
         NUM_HEADS=num_heads, **units.constants(balanced=balanced), SEQS=max(32, 1 << (num_seqs - 1).bit_length()),
         SEQ_COST=units.seq_cost,

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # noqa: TID253
     warpgroup_mma_wait,
 )
 
-from mla.compute.triton_decode_wide_load_kernels import SHARED, TILE, load_all, seq_in, share_of, unit_of
+from mla.compute.triton_decode_wide_load_kernels import SHARED, TILE, load_all, piece_in, pieces_of, seq_at, seq_in, share_of
 from mla.compute.triton_share_kernels import (
     await_state,
     barrier,
@@ -41,7 +41,6 @@ from mla.compute.triton_share_kernels import (
     opaque_zero,
     plan_of_seqs,
     scaled,
-    stretch,
     view_as,
 )
 
@@ -100,9 +99,9 @@ def _scores(zero, work, phase, tile, HALF: gl.constexpr, MASKED: gl.constexpr, G
 
 
 @gluon.jit
-def _release_queries(bars, tile, num_keys):
-    """After the scores of a sequence's last tile those of the next may be loaded."""
-    if tile == (num_keys - 1) // TILE:
+def _release_queries(bars, tile, released):
+    """After the scores of a sequence's last tile in the share those of the next may be loaded."""
+    if tile == released:
         mbarrier.arrive(bars[3])
 
 
@@ -141,8 +140,7 @@ def _step_of_first(state, work, phase, tile, MASKED: gl.constexpr, GATHERED: gl.
     high_0, high_1 = shared[0], shared[1]
     zero = opaque_zero()
     scores = _scores(zero, work, phase, tile, 0, MASKED, GATHERED)
-    if MASKED:
-        _release_queries(bars, tile, num_keys)
+    _release_queries(bars, tile, work[5])
     new_high = _raise(high, scores, scale_log2)
     high_0.store(new_high)
     raw = gl.exp2(scores * scale_log2 - new_high[:, None])
@@ -184,8 +182,7 @@ def _step_of_second(state, work, phase, tile, MASKED: gl.constexpr, GATHERED: gl
     high_0, high_1 = shared[0], shared[1]
     zero = opaque_zero()
     scores = _scores(zero, work, phase, tile, 1, MASKED, GATHERED)
-    if MASKED:
-        _release_queries(bars, tile, num_keys)
+    _release_queries(bars, tile, work[5])
     mbarrier.wait(ready.index(0), phase)
     first_high = high_0.load(ROWS)
     if MASKED and not GATHERED:
@@ -297,62 +294,58 @@ def _attend(
 ):  # fmt: skip
     """One group of warps: attend the program's rows of the share, piece by piece."""
     BALANCED: gl.constexpr = PIECES[3]
-    q_full, q_empty, summed = bars[2], bars[3], bars[5]
+    q_full, summed = bars[2], bars[5]
     row_tiles = sizes[2]
     seqs = plan_of_seqs(plan, sizes[0], sizes[1])
     lens, first_slot = seqs[0], seqs[1]
     program = gl.program_id(0)
     group = program // row_tiles
     row = program % row_tiles * 64
-    share = share_of(plan, lens, group, PIECES)
+    share = share_of(plan, group)
     phase = 0
     attended = 0
     finished = 0
-    for part in range(1 if BALANCED else 0, 2 if BALANCED else 3):
-        run = stretch(part, share)
-        for seq in range(run[0], run[2] + 1):
-            num_keys, first_row, num_rows, start, end = seq_in(seq, run, lens, query_start_loc, row, NUM_HEADS)
-            num_tiles = (num_keys + TILE - 1) // TILE
-            unit = num_tiles if BALANCED else unit_of(num_keys, PIECES)
-            if start < end:
-                mbarrier.wait(q_full, attended & 1)
-                attended += 1
-                # Keys that the first token sees, and the tiles before the first one that some row here does not see whole;
-                # the last one is none of them, for the queries are released there.
-                visible = num_keys - num_rows // NUM_HEADS + 1
-                whole = gl.minimum(gl.maximum(visible + row // NUM_HEADS, 0), num_keys - 1) // TILE
-                work = (memory, bars, shared, (num_keys, visible, row, NUM_HEADS), scale_log2)
-                place = (first_row, row, num_rows, row_tiles * 64)
-                for piece in range(0 if BALANCED else start // unit, 1 if BALANCED else (end + unit - 1) // unit):
-                    first = gl.maximum(start, piece * unit)
-                    last = gl.minimum(end, piece * unit + unit)
-                    acc = gl.zeros([64, 256], gl.float32, SUMS)
-                    high = gl.full([64], UNSEEN, gl.float32, ROWS)
-                    total = gl.zeros([64], gl.float32, ROWS)
-                    if not BALANCED and first > piece * unit:
-                        acc, high, total = _take_state(hand, (program - row_tiles) * 2 + HALF)
-                    state = (acc, high, total)
-                    for tile in range(first, gl.minimum(last, whole)):
-                        state = _step(state, work, phase, tile, HALF, False, GATHERED)
-                        phase ^= 1
-                    for tile in range(gl.maximum(first, whole), last):
-                        state = _step(state, work, phase, tile, HALF, True, GATHERED)
-                        phase ^= 1
-                    if last == end:
-                        if end < num_tiles:
-                            mbarrier.arrive(q_empty)
-                    if BALANCED:
-                        total = _both_totals(state[2], shared, summed, finished, HALF)
-                        finished += 1
-                        slot = group * 2 + gl.where(seq == share[0], 0, 1)
-                        _write(state, total, results, place, slot, end - start == num_tiles, HALF)
-                    elif last < gl.minimum(piece * unit + unit, num_tiles):
-                        _leave_state(state, hand, program * 2 + HALF)
-                    else:
-                        total = _both_totals(state[2], shared, summed, finished, HALF)
-                        finished += 1
-                        slot = gl.load(first_slot + seq) + piece
-                        _write(state, total, results, place, slot, num_tiles <= unit, HALF)
+    for i in range(share[2] - share[0] + 1):
+        seq = seq_at(i, share, PIECES)
+        num_keys, first_row, num_rows, start, end = seq_in(seq, share, lens, query_start_loc, row, NUM_HEADS)
+        num_tiles = (num_keys + TILE - 1) // TILE
+        if start < end:
+            mbarrier.wait(q_full, attended & 1)
+            attended += 1
+            # Keys that the first token sees, and the tiles that every row here sees whole.
+            visible = num_keys - num_rows // NUM_HEADS + 1
+            whole = gl.maximum(visible + row // NUM_HEADS, 0) // TILE
+            unit, first_piece, end_piece = pieces_of(num_keys, start, end, PIECES)
+            released = piece_in(first_piece, unit, start, end)[1] - 1  # after the scores of this tile queries may go
+            work = (memory, bars, shared, (num_keys, visible, row, NUM_HEADS), scale_log2, released)
+            place = (first_row, row, num_rows, row_tiles * 64)
+            for j in range(end_piece - first_piece):
+                piece = end_piece - 1 - j
+                first, last = piece_in(piece, unit, start, end)
+                acc = gl.zeros([64, 256], gl.float32, SUMS)
+                high = gl.full([64], UNSEEN, gl.float32, ROWS)
+                total = gl.zeros([64], gl.float32, ROWS)
+                if not BALANCED and first > piece * unit:
+                    acc, high, total = _take_state(hand, (program - row_tiles) * 2 + HALF)
+                state = (acc, high, total)
+                for tile in range(first, gl.minimum(last, whole)):
+                    state = _step(state, work, phase, tile, HALF, False, GATHERED)
+                    phase ^= 1
+                for tile in range(gl.maximum(first, whole), last):
+                    state = _step(state, work, phase, tile, HALF, True, GATHERED)
+                    phase ^= 1
+                if BALANCED:
+                    total = _both_totals(state[2], shared, summed, finished, HALF)
+                    finished += 1
+                    slot = group * 2 + gl.where(seq == share[0], 0, 1)
+                    _write(state, total, results, place, slot, end - start == num_tiles, HALF)
+                elif last < gl.minimum(piece * unit + unit, num_tiles):
+                    _leave_state(state, hand, program * 2 + HALF)
+                else:
+                    total = _both_totals(state[2], shared, summed, finished, HALF)
+                    finished += 1
+                    slot = gl.load(first_slot + seq) + piece
+                    _write(state, total, results, place, slot, num_tiles <= unit, HALF)
 
 
 @gluon.jit
@@ -376,11 +369,12 @@ def attend_wide(
 ):  # fmt: skip
     """Decode of every sequence that the plan has; see the head of this file.
 
-    `q` describes the queries, with a token's head a row, as boxes of 64 rows by 64 columns, and so `kv` the cache with a slot a
-    row: used where blocks hold a multiple of 64 slots. `flags` holds 0, and does so again afterwards.
+    `q` describes the queries, with a token's head a row, as boxes of 64 rows by 64 columns, and `kv` the cache, with a slot a
+    row, as boxes of 64 columns by 8 to 64 rows: used where blocks hold a multiple of so many. `flags` holds 0, and does so
+    again afterwards.
     """
     let_join_begin()
-    GATHERED: gl.constexpr = BLOCK_SIZE % 64 != 0
+    GATHERED: gl.constexpr = BLOCK_SIZE % kv.block_shape[0] != 0
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PIECES: gl.constexpr = (SHORT_PIECE, LONG_SEQ, LONG_PIECE, BALANCED)
     queries = gl.allocate_shared_memory(q.dtype, [4, 64, 128], SHARED)
@@ -403,7 +397,7 @@ def attend_wide(
             (_attend, (query_start_loc, plan, sizes, results, hand, scale_log2, memory, bars, shared,
                        1, NUM_HEADS, PIECES, GATHERED)),
             (load_all, (q, kv, latent_cache, block_table, table_stride, query_start_loc, plan, sizes, memory,
-                     bars, NUM_HEADS, BLOCK_SIZE, PIECES)),
+                     bars, NUM_HEADS, BLOCK_SIZE, PIECES, GATHERED)),
         ],
         [4, 4 if GATHERED else 1],
         [224, 56] if GATHERED else [240, 24],

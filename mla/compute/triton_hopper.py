@@ -193,6 +193,11 @@ def _join_shape(case: _Case) -> dict[str, int]:
     return {"ROWS": 1, "COLUMNS": columns, "TOGETHER": together, "SIDE_BY_SIDE": 0, "num_warps": 2}
 
 
+def _box_within(block_size: int) -> tuple[int, int]:
+    """The largest box that never leaves a block that it begins in; where that has few rows, one that is not used."""
+    return (block_size & -block_size if block_size % 8 == 0 and block_size % 64 != 0 else BOX[0]), BOX[1]
+
+
 @functools.lru_cache(maxsize=256)
 def _launchers(
     device: torch.device, dtype: torch.dtype, num_heads: int, block_size: int, few: bool, balanced: bool
@@ -226,7 +231,8 @@ def _kernels(case: _Case) -> _Kernels:
     constants, attend = _launchers(case.device, case.dtype, case.num_heads, case.block_size, case.few, case.balanced)
     step = case.step
     max_seqs = max(32, 1 << (step - 1).bit_length())
-    plan = {**constants, "SEQS": max_seqs, "SEQ_COST": case.units.seq_cost, "num_warps": 1 if max_seqs <= 256 else 4}
+    plan = {**constants, "SEQS": max_seqs, "SEQ_COST": case.units.seq_cost}
+    plan["num_warps"] = 1 if max_seqs <= 256 else max_seqs // 128
     shape = _join_shape(case)
     join = {**constants, **shape, "LAUNCHED_EARLY": True, "launch_pdl": True}
     row_programs = -(-case.num_heads * case.max_query_len // shape["ROWS"])
@@ -340,7 +346,7 @@ def _share_out(q: torch.Tensor, metadata: DecodeMetadata, stream: int, *, balanc
             table, starts, lens = rows_side_by_side(metadata)
             if step < num_seqs:
                 table, starts, lens = table[first:last], starts[first : last + 1], lens[first:last]
-            kernels.plan((groups, 1, 1), stream, plan, flags, lens, starts, last - first, groups, states, *case.limits)
+            kernels.plan((groups + 1, 1, 1), stream, plan, flags, lens, starts, last - first, groups, states, *case.limits)
             shares.append(
                 _Share(
                     kernels=kernels,
@@ -381,7 +387,7 @@ def attend(
     stream = raw_stream(q.device)
     scale_log2 = softmax_scale * LOG2_E
     rows = latent_cache.shape[0] * latent_cache.shape[1], LATENT_DIM
-    boxes = RowBoxes(latent_cache, rows, LATENT_DIM, BOX)
+    boxes = RowBoxes(latent_cache, rows, LATENT_DIM, _box_within(latent_cache.shape[1]))
     tail = q.shape[0]
     given: tuple[Any, ...]
     fixed: tuple[Any, ...]

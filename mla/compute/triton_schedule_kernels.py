@@ -16,26 +16,70 @@ from triton.language.extra.cuda import gdc_wait  # noqa: TID253
 __all__ = ["join_parts", "plan_shares"]
 
 
+COUNT = tl.constexpr(40)
+"""Bits of a number of tiles where another number is packed above it: both grow along the line, so one maximum finds both."""
+
+TILES = tl.constexpr(2**40 - 1)
+NONE = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _sizes(line, longest, shortest, unit, other_line, other_longest, other_shortest, other_unit):
+    """Combine what is asked of the whole batch."""
+    return (
+        tl.maximum(line, other_line),
+        tl.maximum(longest, other_longest),
+        tl.minimum(shortest, other_shortest),
+        tl.maximum(unit, other_unit),
+    )
+
+
+@triton.jit
+def _neighbours(before, after, before_2, after_2, other, other_after, other_2, other_after_2):
+    """Combine what lies before two places, and what ends first behind them."""
+    return (
+        tl.maximum(before, other),
+        tl.minimum(after, other_after),
+        tl.maximum(before_2, other_2),
+        tl.minimum(after_2, other_after_2),
+    )
+
+
+@triton.jit
+def _last(before, before_2, other, other_2):
+    """Combine what lies before two places."""
+    return tl.maximum(before, other), tl.maximum(before_2, other_2)
+
+
+@triton.jit
+def _tiles_in(packed):
+    return (packed & TILES).to(tl.int32)
+
+
+@triton.jit
+def _number_in(packed):
+    return (packed >> COUNT).to(tl.int32)
+
+
 @triton.jit
 def _cut(
-    at, cost_ends, extra, ends, tiles, units, seqs, total_cost, slack,
-    ALWAYS: tl.constexpr, NEVER: tl.constexpr, PIECE: tl.constexpr,
+    at, before, after, extra, slack,
+    ALWAYS: tl.constexpr, NEVER: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr, LONG_SEQ: tl.constexpr,
+    LONG_PIECE: tl.constexpr,
 ):  # fmt: skip
     """A place on the line of costs, as one on the line of tiles, moved to a better one nearby.
 
-    Every sequence with tiles costs `extra` before its first, and each tile 1.
+    Every sequence with tiles costs `extra` before its first, and each tile 1. `before` has the tiles of the sequences that lie
+    wholly before the place, and their number; the sequence there ends at tile `after` of the line.
 
     Sequences are not left or begun for a few tiles. Otherwise ALWAYS cuts at the ends of pieces only, NEVER cares for none, and
     else the end of a unit is taken where it is near.
     """
-    at = tl.minimum(at, total_cost)
-    is_before = cost_ends <= at
-    start = tl.max(tl.where(is_before, ends, 0), 0)
-    seq = tl.sum(is_before.to(tl.int32), 0)
-    num_tiles = tl.sum(tl.where(seqs == seq, tiles, 0), 0)
-    offset = tl.maximum(at - tl.max(tl.where(is_before, cost_ends, 0), 0) - extra, 0)
+    start = _tiles_in(before)
+    num_tiles = tl.where(after == NONE, 0, after - start)
+    offset = tl.maximum(at - start - extra * (_number_in(before) + 1), 0)
     if not NEVER:
-        unit = PIECE if ALWAYS else tl.maximum(tl.sum(tl.where(seqs == seq, units, 0), 0), 1)
+        unit = PIECE if ALWAYS else tl.where(num_tiles > LONG_SEQ // TILE, LONG_PIECE, PIECE)
         nearest = tl.minimum((offset + unit // 2) // unit * unit, num_tiles)
         offset = nearest if ALWAYS else tl.where(tl.abs(nearest - offset) <= slack, nearest, offset)
     offset = tl.where(offset <= slack, 0, tl.where(num_tiles - offset <= slack, num_tiles, offset))
@@ -51,9 +95,14 @@ def plan_shares(
 ):  # fmt: skip
     """Share the tiles of a batch out; every program finds its own group's share from all the lengths, and the sequences in it.
 
+    One program more than there are groups writes what is the same for all of them, and takes flags down.
+
     GROUP pieces are a unit where there is more than one; else units are pieces of PIECE tiles, or LONG_PIECE beyond LONG_SEQ
     keys. Where sequences differ and shares are long, each sequence counts SEQ_COST tiles more, which is about what beginning
-    and ending one takes; not where units are groups of pieces, whose ends decide where shares may end. Flags are taken down.
+    and ending one takes; not where units are groups of pieces, whose ends decide where shares may end.
+
+    Warps wait for each other in every sum over all sequences, which takes most of the time of a large batch: so there is one
+    running sum, and three maxima of several numbers at once.
     """
     group = tl.program_id(0)
     seqs = tl.arange(0, SEQS)
@@ -63,69 +112,34 @@ def plan_shares(
     keys = tl.load(seq_lens + seqs, mask=is_seq, other=0)
     keys = tl.where((rows > rows_above) & (rows <= rows_up_to), keys, -1)
     tiles = (tl.maximum(keys, 0) + TILE - 1) // TILE
-    ends = tl.cumsum(tiles, 0)
-    total = tl.sum(tiles, 0)
-    longest = tl.max(tiles, 0)
-    shortest = tl.min(tl.where(is_seq & (keys >= 0), tiles, longest), 0)
+    pieces = tl.where(keys > LONG_SEQ, LONG_PIECE, PIECE)
+    units = pieces * GROUP
+    # Tiles up to the end of each sequence, and sequences with tiles.
+    line = tl.cumsum(tiles.to(tl.int64) + ((tiles > 0).to(tl.int64) << COUNT), 0)
+    ends = _tiles_in(line)
+    shortest = tl.where(is_seq & (keys >= 0), tiles, NONE)
+    whole_line, longest, shortest, longest_unit = tl.reduce((line, tiles, shortest, tl.minimum(tiles, units)), 0, _sizes)
+    shortest = tl.minimum(shortest, longest)
+    total = _tiles_in(whole_line)
     extra = 0
-    cost_ends = ends
-    total_cost = total
     if BALANCED or GROUP == 1:
         # No sequence begins inside a unit, so a share of at least a unit still holds the rest of any that its start cuts.
         extra = tl.where((longest != shortest) & (total > 8 * SEQ_COST * num_groups), SEQ_COST, 0)
-        costs = tl.where(tiles > 0, tiles + extra, 0)
-        cost_ends = tl.cumsum(costs, 0)
-        total_cost = tl.sum(costs, 0)
-    share = tl.maximum((total_cost + num_groups - 1) // num_groups, 1)
-    pieces = tl.where(keys > LONG_SEQ, LONG_PIECE, PIECE)
-    units = pieces * GROUP
+    cost_ends = ends + extra * _number_in(line)
+    total_cost = total + extra * _number_in(whole_line)
+    mean = total_cost // num_groups
+    rest = total_cost % num_groups
+    share = tl.maximum(mean + (rest > 0).to(tl.int32), 1)
     apart = 0
     step = share
     if not BALANCED:
-        longest_unit = tl.max(tl.minimum(tiles, units), 0)
         if GROUP > 1:
             # A program must have at least a unit: only neighbours hand over. Small batches leave the pieces of a group apart.
             apart = (longest_unit > share + share // 10 + 1).to(tl.int32)
             longest_unit = tl.where(apart != 0, tl.minimum(longest, PIECE), longest_unit)
         step = tl.maximum(step, longest_unit)
-    if longest == shortest:
-        # Whole sequences, or else whole pieces, if that makes no share much longer.
-        even = (step + longest - 1) // tl.maximum(longest, 1) * longest
-        step = tl.where(even * 20 <= step * 21, even, step)
-        if not BALANCED:
-            even = (step + PIECE - 1) // PIECE * PIECE
-            step = tl.where(even * 20 <= step * 21, even, step)
-    slack = tl.where(step > 8, step // 28, 0)
-    # Groups without a tile come last: the parts of a BALANCED sequence are those of neighbours.
-    is_stepped = (step > share) | (step % PIECE == 0) | (total < num_groups)
-    first = group.to(tl.int64)
-    start = tl.where(is_stepped, first * step, first * total_cost // num_groups)
-    stop = tl.where(is_stepped, (first + 1) * step, (first + 1) * total_cost // num_groups)
-    start = tl.minimum(start, total_cost).to(tl.int32)
-    stop = tl.minimum(stop, total_cost).to(tl.int32)
-    start = _cut(start, cost_ends, extra, ends, tiles, units, seqs, total_cost, slack, GROUP > 1, BALANCED, PIECE)
-    stop = _cut(stop, cost_ends, extra, ends, tiles, units, seqs, total_cost, slack, GROUP > 1, BALANCED, PIECE)
-    stop = tl.where(group == num_groups - 1, total, stop)
-
-    is_busy = stop > start
-    first_seq = tl.sum((ends <= start).to(tl.int32), 0)
-    last_seq = tl.sum((ends <= stop - 1).to(tl.int32), 0)
-    first_tile = start - tl.max(tl.where(ends <= start, ends, 0), 0)
-    end_tile = stop - tl.max(tl.where(ends <= stop - 1, ends, 0), 0)
-    tl.store(plan + group * 4, tl.where(is_busy, first_seq, 0))
-    tl.store(plan + group * 4 + 1, tl.where(is_busy, first_tile, 0))
-    tl.store(plan + group * 4 + 2, tl.where(is_busy, last_seq, 0))
-    tl.store(plan + group * 4 + 3, tl.where(is_busy, end_tile, 0))
     of_seqs = plan + num_groups * 4 + 4
-    begins = ends - tiles
-    groups = tl.zeros([SEQS], tl.int32) + group
-    begun = (tiles > 0) & (begins >= start) & (begins < stop)
-    tl.store(of_seqs + 2 * num_seqs + seqs, groups, mask=begun)
-    tl.store(of_seqs + 3 * num_seqs + seqs, groups, mask=(tiles > 0) & (ends > start) & (ends <= stop))
-    if BALANCED:
-        # A group has two slots: for the sequence that its share begins with, and for the one that it ends with.
-        tl.store(of_seqs + num_seqs + seqs, 2 * group + tl.where(seqs == first_seq, 0, 1), mask=begun)
-    if group == 0:
+    if group == num_groups:
         tl.store(plan + num_groups * 4, apart)
         tl.store(of_seqs + seqs, keys, mask=is_seq)
         if not BALANCED:
@@ -136,6 +150,51 @@ def plan_shares(
             tl.store(of_seqs + num_seqs + seqs, tl.cumsum(parts, 0) - parts, mask=is_seq)
         for begin in range(0, num_flags, SEQS):
             tl.store(flags + begin + seqs, tl.zeros([SEQS], tl.int32), mask=begin + seqs < num_flags)
+    else:
+        if longest == shortest:
+            # Whole sequences, or else whole pieces, if that makes no share much longer.
+            even = (step + longest - 1) // tl.maximum(longest, 1) * longest
+            step = tl.where(even * 20 <= step * 21, even, step)
+            if not BALANCED:
+                even = (step + PIECE - 1) // PIECE * PIECE
+                step = tl.where(even * 20 <= step * 21, even, step)
+        slack = tl.where(step > 8, step // 28, 0)
+        # Groups without a tile come last: the parts of a BALANCED sequence are those of neighbours.
+        is_stepped = (step > share) | (step % PIECE == 0) | (total < num_groups)
+        start = tl.where(is_stepped, group.to(tl.int64) * step, group * mean + group * rest // num_groups)
+        stop = tl.where(is_stepped, (group + 1).to(tl.int64) * step, (group + 1) * mean + (group + 1) * rest // num_groups)
+        start = tl.minimum(start, total_cost).to(tl.int32)
+        stop = tl.minimum(stop, total_cost).to(tl.int32)
+        before_start = cost_ends <= start
+        before_stop = cost_ends <= stop
+        left, start_seq, right, stop_seq = tl.reduce(
+            (
+                tl.where(before_start, line, 0), tl.where(before_start, NONE, ends),
+                tl.where(before_stop, line, 0), tl.where(before_stop, NONE, ends),
+            ),
+            0, _neighbours,
+        )  # fmt: skip
+        start = _cut(start, left, start_seq, extra, slack, GROUP > 1, BALANCED, TILE, PIECE, LONG_SEQ, LONG_PIECE)
+        stop = _cut(stop, right, stop_seq, extra, slack, GROUP > 1, BALANCED, TILE, PIECE, LONG_SEQ, LONG_PIECE)
+        stop = tl.where(group == num_groups - 1, total, stop)
+
+        is_busy = stop > start
+        numbered = ends.to(tl.int64) + ((seqs + 1).to(tl.int64) << COUNT)
+        left, right = tl.reduce((tl.where(ends <= start, numbered, 0), tl.where(ends <= stop - 1, numbered, 0)), 0, _last)
+        first_seq = _number_in(left)
+        last_seq = _number_in(right)
+        tl.store(plan + group * 4, tl.where(is_busy, first_seq, 0))
+        tl.store(plan + group * 4 + 1, tl.where(is_busy, start - _tiles_in(left), 0))
+        tl.store(plan + group * 4 + 2, tl.where(is_busy, last_seq, 0))
+        tl.store(plan + group * 4 + 3, tl.where(is_busy, stop - _tiles_in(right), 0))
+        begins = ends - tiles
+        groups = tl.zeros([SEQS], tl.int32) + group
+        begun = (tiles > 0) & (begins >= start) & (begins < stop)
+        tl.store(of_seqs + 2 * num_seqs + seqs, groups, mask=begun)
+        tl.store(of_seqs + 3 * num_seqs + seqs, groups, mask=(tiles > 0) & (ends > start) & (ends <= stop))
+        if BALANCED:
+            # A group has two slots: for the sequence that its share begins with, and for the one that it ends with.
+            tl.store(of_seqs + num_seqs + seqs, 2 * group + tl.where(seqs == first_seq, 0, 1), mask=begun)
 
 
 @triton.jit
