@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 IPEX_VENV := .venv-ipex
+# Tests run in so many processes of one thread each, a file in one of them.
+WORKERS ?= 2
+PYTEST_OPTIONS := -n $(WORKERS) --dist loadfile
 IPEX_BIN  := $(IPEX_VENV)/bin
 SOURCES := $(shell find mla -name '*.py' -o -path 'mla/golden/*' -type f -not -name '*.pyc') pytest_mla.py mla/py.typed pyproject.toml constraints.txt README.md
 
@@ -12,12 +15,12 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/python examples/generate.py
 
 test: $(VENV)/test.stamp
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_OPTIONS)
 
 # The whole suite with the oldest torch, then the kernels of intel-extension-for-pytorch: in a process of their own, because
 # importing it changes torch. Formatting, types and layers are checked by `make test`, with the tools' own pins.
 test-ipex: $(IPEX_VENV)/test.stamp
-	$(IPEX_BIN)/pytest -m "not ipex" --deselect tests/test_static.py::test_source_tree_is_clean
+	OMP_NUM_THREADS=1 $(IPEX_BIN)/pytest $(PYTEST_OPTIONS) -m "not ipex" --deselect tests/test_static.py::test_source_tree_is_clean
 	$(IPEX_BIN)/pytest -m ipex tests/test_ipex.py
 
 # The API reference in build/docs; fails on a dead link.

@@ -103,12 +103,13 @@ def make_table(files: Sequence[list[Row]], dtype: str = "bfloat16") -> str:
     return "\n".join([caption, "", *lines, "", *_sentences(files[0])]).rstrip() + "\n"
 
 
-def put(text: str, table: str) -> str:
+def put(text: str, table: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
     """A document with the table between its markers."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise SystemExit(f"expected {BEGIN} and later {END} once each in the document")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table}{END}{rest.split(END)[1]}"
+    begin, end = markers
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise SystemExit(f"expected {begin} and later {end} once each in the document")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{table}{end}{rest.split(end)[1]}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

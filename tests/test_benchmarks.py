@@ -318,6 +318,49 @@ def test_the_readme_has_the_table_of_the_committed_report(load):
         assert table.put(text, table.make_table([json.loads(path.read_text()) for path in files])) == text
 
 
+def test_the_readme_has_the_gpu_table_of_the_committed_report(load):
+    """Made by `python benchmarks/gpu_table.py --write README.md`."""
+    table, text = load("gpu_table"), (ROOT / "README.md").read_text()
+    made = table.make_table(json.loads(table.RESULTS.read_text()))
+    assert load("speed_table").put(text, made, (table.BEGIN, table.END)) == text
+
+
+def test_the_gpu_table_of_a_report(load, tmp_path):
+    table = load("gpu_table")
+
+    def row(contender, shape="B2 H128 L4096", op="decode", **more):
+        about = {"op": op, "shape": shape, "contender": contender, "commit": "abc1234", "versions": {
+            "gpu": "a card", "torch": "2.13.0", "triton": "3.6.0"}}  # fmt: skip
+        decode = {
+            "dtype": "bfloat16", "heads": 128, "lengths": [4096, 4096], "block_size": 64, "query_len": 1, "l2_warm": False,
+            "ms_graph": 0.5, "of_copy_graph": 0.25, "of_matmul": 0.75, "rel_error": 1e-3,
+        }  # fmt: skip
+        return {**about, **decode, **more}
+
+    rows = [
+        row("TRITON_MLA"), row("TRITON_MLA_BALANCED", ms_graph=0.4, of_copy_graph=0.3, rel_error=2e-3),
+        row("TRITON_MLA", op="under load", of_matmul=0.6), row("TRITON_MLA_BALANCED", op="under load", of_matmul=0.8),
+        *(row(name, "B1 H16 L7", heads=16, lengths=[7], l2_warm=True, block_size=1, query_len=3)
+          for name in ("TRITON_MLA", "TRITON_MLA_BALANCED")),
+        row("TRITON_MLA", "alone"), row("TRITON_MLA", "float16", dtype="float16"), row("TRITON_MLA", op="plan"),
+    ]  # fmt: skip
+    assert table.make_table(rows) == (
+        "Decode in bfloat16 on one a card, torch 2.13.0, Triton 3.6.0, commit abc1234; "
+        "shares are those of `TRITON_MLA` and `TRITON_MLA_BALANCED`.\n\n"
+        "|  | heads | ms | ms, balanced | of the copy rate | of the matmul rate | error |\n"
+        "|---|---|---|---|---|---|---|\n"
+        "| 2 x 4096 cached | 128 | 0.500 | 0.400 | 0.25, 0.30 | 0.60, 0.80 | 2.0e-03 |\n"
+        "| 7 cached, blocks of 1, 3 new tokens each | 16 | 0.500 | 0.500 |  |  | 1.0e-03 |\n"
+    )
+    source, document = tmp_path / "gpu.json", tmp_path / "README.md"
+    source.write_text(json.dumps(rows))
+    document.write_text(f"{table.BEGIN}\n{table.END}\n")
+    assert table.main([str(source), "--write", str(document)]) == 0
+    assert "| 2 x 4096 cached | 128 |" in document.read_text()
+    with pytest.raises(SystemExit, match="got none"):
+        table.make_table(rows[:1])
+
+
 def test_a_peer_needs_no_download_to_be_refused(load, capsys):
     bench = load("bench_cpu")
     for argv in (["--peer-library", "x"], ["--peer", "other"], ["prefill", "--plot", "x.png"], ["--runs", "0"]):
