@@ -3,8 +3,9 @@
     python benchmarks/gpu_table.py                       # print it, from benchmarks/results/gpu.json
     python benchmarks/gpu_table.py --write README.md     # put it between the markers
 
-Times are a call's share of a replayed CUDA graph. Shares of the copy rate are left out where keys partly stay in the second-level
-cache, those of the matmul rate where it does not bound; the latter are of calls and matmuls under the same lasting load.
+Times are a call's share of a replayed CUDA graph. Shares of the copy rate are left out where keys partly stay in the
+second-level cache, those of the matmul rate where it does not bound; the latter are of calls and matmuls under the same lasting
+load.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def make_table(rows: Sequence[Row]) -> str:
         raise SystemExit(f"expected decode rows of {DEFAULT} and {BALANCED} in bfloat16, got none")
     about = rows[0]["versions"]
     caption = (
-        f"Decode in bfloat16 on one {about['gpu']}, torch {about['torch']}, Triton {about['triton']}, commit {rows[0]['commit']}; "
-        f"shares are those of `{DEFAULT}` and `{BALANCED}`."
+        f"Decode in bfloat16 on one {about['gpu']}, torch {about['torch']}, Triton {about['triton']}, "
+        f"commit {rows[0]['commit']}; shares are those of `{DEFAULT}` and `{BALANCED}`."
     )
     return "\n".join([caption, "", *lines]) + "\n"
 
