@@ -51,7 +51,7 @@ def _decode_shapes(*, quick: bool) -> list[tuple[str, GpuShape]]:
         ("few rows, 8 heads, float16", 8, 1, 64, torch.float16),
         ("64 rows", 64, 1, 64, torch.bfloat16),
         ("64 rows, 40 heads, blocks of 16", 40, 1, 16, torch.bfloat16),
-        *((f"two tiles of 64 rows, blocks of {size}", 128, 1, size, torch.bfloat16) for size in (64, 16, 1)),
+        *((f"two tiles of 64 rows, blocks of {size}", 128, 1, size, torch.bfloat16) for size in (64, 32, 16, 8, 1)),
         ("two tiles of 64 rows, float16", 128, 1, 64, torch.float16),
         ("three new tokens", 16, 3, 64, torch.bfloat16),
         ("three new tokens, two tiles of 64 rows", 40, 3, 16, torch.bfloat16),

@@ -242,7 +242,9 @@ def test_case_84_bits_do_not_depend_on_batch_padding_or_placement(default, num_h
 
 
 @on_gpu
-@pytest.mark.parametrize(("num_heads", "block_sizes"), [(16, (1, 64)), (40, (64,)), (64, (64,)), (128, (1, 64))])
+@pytest.mark.parametrize(
+    ("num_heads", "block_sizes"), [(16, (1, 64)), (40, (8, 64)), (64, (64,)), (128, (1, 8, 24, 32, 64, 192))]
+)
 def test_case_03_bits_do_not_depend_on_the_block_size(default, num_heads, block_sizes):
     made = [sequence(length, query_len, num_heads) for length, query_len in BIT_SHAPES]
     want = decode(default, step_of(made, block_size=16))
