@@ -380,6 +380,7 @@ def large_cache():
 
 
 @on_gpu
+@pytest.mark.xdist_group("much memory")
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 @pytest.mark.parametrize("num_heads", [16, 128])
 def test_case_46_and_47_offsets_past_32_bits(kernels, num_heads, block_size, large_cache):
@@ -401,6 +402,7 @@ def test_case_46_and_47_offsets_past_32_bits(kernels, num_heads, block_size, lar
 
 
 @on_gpu
+@pytest.mark.xdist_group("much memory")
 @pytest.mark.parametrize("num_heads", [16, 128])
 def test_case_48_query_rows_past_31_bits(kernels, num_heads):
     """Very many sequences of one key, whose output is that key's latent, and one of 40 keys at the end."""

@@ -188,6 +188,7 @@ def test_nothing_is_read_on_the_host():
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("much memory")
 @on_gpu
 def test_offsets_beyond_31_bits():
     """A cache of 2^32 numbers; the slots at its end."""

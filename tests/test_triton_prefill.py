@@ -320,6 +320,7 @@ def test_bits_and_strides_on_a_gpu(route, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("much memory")
 @on_gpu
 def test_offsets_beyond_31_bits(route):
     """Keys and values of 2^32 numbers; the sequence at their end has the bits that it has alone."""

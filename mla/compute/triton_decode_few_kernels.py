@@ -47,7 +47,7 @@ def _share(plan, num_groups, num_seqs, PIECE: gl.constexpr, GROUP: gl.constexpr,
     lens, _, _, _ = plan_of_seqs(plan, num_groups, num_seqs)
     apart = gl.load(plan + num_groups * 4) != 0
     unit = gl.where(apart, PIECE, PIECE * GROUP)
-    return read_share(plan, lens, gl.program_id(0), (unit, unit), 64, BALANCED), apart
+    return read_share(plan, lens, gl.program_id(0), unit, 64, BALANCED), apart
 
 
 @gluon.jit
@@ -362,7 +362,7 @@ def attend_few(
     """Attend the share of this program, one of `num_groups`, as `plan` has it.
 
     Rows of a sequence are its new tokens times the heads, at most ROWS. `latent` and `rope` describe the cache as boxes of 64
-    rows by 512 and 64 columns; blocks that are no multiple of 64 rows are read from `latent_cache` row by row.
+    rows by 512 and 64 columns: used where blocks hold a multiple of 64 rows. Others are read from `latent_cache` row by row.
     """
     let_join_begin()
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16)

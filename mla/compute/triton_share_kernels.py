@@ -104,8 +104,8 @@ def read_share(plan, lens, group, unit, TILE: gl.constexpr, BALANCED: gl.constex
     """A group's share of the tiles, from (first_seq, first_tile) to (last_seq, end_tile), and where its three parts meet.
 
     The unit that the share's end cuts off comes first, so that its state is there before the neighbour wants it; then the
-    whole units; the unit that the share's start cut off comes last. `unit` is the unit of the first and last sequence, in
-    tiles, as a pair. BALANCED knows no units: all is one part.
+    whole units; the unit that the share's start cut off comes last. `unit` is in tiles. BALANCED knows no units: all is one
+    part. For few rows; those of many are walked otherwise (`mla.compute.triton_decode_wide_load_kernels.share_of`).
 
     Returns
     -------
@@ -119,13 +119,11 @@ def read_share(plan, lens, group, unit, TILE: gl.constexpr, BALANCED: gl.constex
     whole = first_tile
     tail = end_tile
     if not BALANCED:
-        first_unit = unit[0]
-        last_unit = unit[1]
         first_tiles = (gl.load(lens + first_seq) + TILE - 1) // TILE
         last_tiles = (gl.load(lens + last_seq) + TILE - 1) // TILE
-        whole = gl.minimum((first_tile + first_unit - 1) // first_unit * first_unit, first_tiles)
+        whole = gl.minimum((first_tile + unit - 1) // unit * unit, first_tiles)
         whole = gl.where(first_seq == last_seq, gl.minimum(whole, end_tile), whole)
-        tail = end_tile // last_unit * last_unit
+        tail = end_tile // unit * unit
         tail = gl.where(first_seq == last_seq, gl.maximum(tail, whole), tail)
         tail = gl.where(end_tile < last_tiles, tail, end_tile)
     return first_seq, first_tile, whole, last_seq, tail, end_tile
