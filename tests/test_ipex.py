@@ -51,7 +51,7 @@ LSE = 3e-6
 SINK_LSE = 1e-4
 """Measured: 6e-5 where one key lies 60 above the rest, whose score alone is rounded at its size."""
 SCALAR_FACTOR = 3
-"""Of IPEX's scalar decode code, on CPUs without AVX512_BF16, which adds a score up in one sum: measured 5.3e-6 and 1.4e-4."""
+"""On CPUs without AVX512_BF16, whose code adds a score up in one sum: measured 5.3e-6, 1.4e-4 in decode, 4.6e-6 in prefill."""
 
 
 def why_not_here():
@@ -416,13 +416,18 @@ def attend_ragged(function, q, k, v, query_lens, kv_lens, *, causal, scale=SCALE
     )
 
 
+def on_this_processor(kernels, lse_abs):
+    """The limit of an LSE, by what code IPEX has for the processor."""
+    return lse_abs * (SCALAR_FACTOR if kernels.name == "CPU_MLA_IPEX" and not ipex_load.has_avx512_bf16() else 1)
+
+
 def assert_attends_ragged(kernels, q, k, v, query_lens, kv_lens, *, causal, scale=SCALE, lse_abs=LSE):
     out, lse = attend_ragged(kernels.varlen_attention, q, k, v, query_lens, kv_lens, causal=causal, scale=scale)
     want = attend_ragged(reference.varlen_attention, q, k, v, query_lens, kv_lens, causal=causal, scale=scale)
     assert (out.dtype, lse.dtype) == (q.dtype, F32)
     assert out.is_contiguous()
     assert_close(out, want[0], rel=PREFILL_REL[q.dtype], name="out")
-    assert_close(lse, want[1], abs=lse_abs, name="lse")
+    assert_close(lse, want[1], abs=on_this_processor(kernels, lse_abs), name="lse")
     empty = want[1] == -torch.inf
     assert bool((out[empty] == 0).all())
     return out, lse
@@ -583,15 +588,13 @@ def latent_case(lengths, *, num_heads=16, query_lens=None, block_size=16, dims=(
 
 
 def assert_decodes(kernels, q, cache, metadata, *, rank=512, scale=SCALE, lse_abs=LSE):
-    if kernels.name == "CPU_MLA_IPEX" and not ipex_load.has_avx512_bf16():
-        lse_abs *= SCALAR_FACTOR
     plan = kernels.plan(metadata)
     out, lse = kernels.paged_decode(q, cache, metadata, kv_lora_rank=rank, softmax_scale=scale, plan=plan)
     want_out, want_lse = reference.paged_decode(q, cache, metadata, kv_lora_rank=rank, softmax_scale=scale)
     assert (out.dtype, lse.dtype) == (BF16, F32)
     assert out.is_contiguous()
     assert_close(out, want_out, rel=DECODE_REL, name="out")
-    assert_close(lse, want_lse, abs=lse_abs, name="lse")
+    assert_close(lse, want_lse, abs=on_this_processor(kernels, lse_abs), name="lse")
     assert bool((out[want_lse == -torch.inf] == 0).all())
     again = kernels.paged_decode(q, cache, metadata, kv_lora_rank=rank, softmax_scale=scale)
     assert torch.equal(out, again[0])
