@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from speed_table import put
+from speed_table import in_words, put
 
 BEGIN, END = "<!-- gpu-speed:begin -->", "<!-- gpu-speed:end -->"
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
@@ -26,21 +26,15 @@ DEFAULT, BALANCED = "TRITON_MLA", "TRITON_MLA_BALANCED"
 Row = dict[str, Any]
 
 
-def _lengths(lengths: list[int] | str) -> str:
-    """How many sequences of which lengths; long lists come as words."""
-    if isinstance(lengths, str):
-        return lengths
-    return str(lengths[0]) if len(lengths) == 1 else f"{len(lengths)} x {lengths[0]}"
-
-
 def _name(row: Row) -> str:
     block = "" if row["block_size"] == 64 else f", blocks of {row['block_size']}"
     new = "" if row["query_len"] == 1 else f", {row['query_len']} new tokens each"
-    return f"{_lengths(row['lengths'])} cached{block}{new}"
+    return f"{in_words(row['lengths'])} cached{block}{new}"
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _shares(case: dict[str, Row], field: str) -> str:
+    """Of both sets, where they were measured."""
+    return ", ".join(f"{case[name][field]:.2f}" for name in (DEFAULT, BALANCED) if name in case)
 
 
 def make_table(rows: Sequence[Row]) -> str:
@@ -53,16 +47,9 @@ def make_table(rows: Sequence[Row]) -> str:
         ours, balanced = case.get(DEFAULT), case.get(BALANCED)
         if op != "decode" or ours is None or balanced is None or ours["dtype"] != "bfloat16":
             continue
-        loaded = found.get(("under load", shape), {})
-        shares = [
-            None if ours["l2_warm"] else ours["of_copy_graph"],
-            loaded[DEFAULT]["of_matmul"] if DEFAULT in loaded else None,
-            None if ours["l2_warm"] else balanced["of_copy_graph"],
-            loaded[BALANCED]["of_matmul"] if BALANCED in loaded else None,
-        ]
         cells = [_name(ours), str(ours["heads"]), f"{ours['ms_graph']:.3f}", f"{balanced['ms_graph']:.3f}"]
-        for own, other in ((shares[0], shares[2]), (shares[1], shares[3])):
-            cells.append(f"{_share(own)}, {_share(other)}" if own is not None else "")
+        cells += ["" if ours["l2_warm"] else _shares(case, "of_copy_graph")]
+        cells += [_shares(found.get(("under load", shape), {}), "of_matmul")]
         lines.append("| " + " | ".join([*cells, f"{max(ours['rel_error'], balanced['rel_error']):.1e}"]) + " |")
     if len(lines) == 2:
         raise SystemExit(f"expected decode rows of {DEFAULT} and {BALANCED} in bfloat16, got none")

@@ -30,7 +30,8 @@ def _key(row: Row) -> tuple[str, str]:
     return row["op"], row["shape"]
 
 
-def _lengths(lengths: list[int] | str) -> str:
+def in_words(lengths: list[int] | str) -> str:
+    """How many sequences of which lengths; those of many come as words."""
     if isinstance(lengths, str):
         return lengths
     if len(lengths) > 1 and len(set(lengths)) == 1:
@@ -42,10 +43,10 @@ def _name(row: Row) -> str:
     """What a shape is, in words."""
     if row["op"] == "decode":
         new = "" if row["query_len"] == 1 else f", {row['query_len']} new tokens each"
-        return f"decode, {_lengths(row['lengths'])} cached{new}"
+        return f"decode, {in_words(row['lengths'])} cached{new}"
     if row["query_len"] != row["lengths"]:
-        return f"prefill, {_lengths(row['query_len'])} new over {_lengths(row['lengths'])} of context"
-    return f"prefill, {_lengths(row['lengths'])} new"
+        return f"prefill, {in_words(row['query_len'])} new over {in_words(row['lengths'])} of context"
+    return f"prefill, {in_words(row['lengths'])} new"
 
 
 def _ratios(files: Sequence[list[Row]], dtype: str) -> dict[tuple[str, str], dict[str, Row]]:

@@ -70,7 +70,8 @@ def _cut(
     """A place on the line of costs, as one on the line of tiles, moved to a better one nearby.
 
     Every sequence with tiles costs `extra` before its first, and each tile 1. `before` has the tiles of the sequences that lie
-    wholly before the place, and their number; the sequence there ends at tile `after` of the line.
+    wholly before the place, and their number; the sequence there ends at tile `after` of the line. LONG_SEQ is
+    a multiple of TILE.
 
     Sequences are not left or begun for a few tiles. Otherwise ALWAYS cuts at the ends of pieces only, NEVER cares for none, and
     else the end of a unit is taken where it is near.
@@ -101,7 +102,7 @@ def plan_shares(
     keys. Where sequences differ and shares are long, each sequence counts SEQ_COST tiles more, which is about what beginning
     and ending one takes; not where units are groups of pieces, whose ends decide where shares may end.
 
-    Warps wait for each other in every sum over all sequences, which takes most of the time of a large batch: so there is one
+    Warps wait for each other in every sum over all sequences, which takes much of the time of a large batch: so there is one
     running sum, and three maxima of several numbers at once.
     """
     group = tl.program_id(0)
