@@ -16,75 +16,68 @@ from triton.language.extra.cuda import gdc_wait  # noqa: TID253
 __all__ = ["join_parts", "plan_shares"]
 
 
-COUNT = tl.constexpr(40)
-"""Bits of a number of tiles where another number is packed above it: both grow along the line, so one maximum finds both."""
-
-TILES = tl.constexpr(2**40 - 1)
-NONE = tl.constexpr(2**31 - 1)
-
-
 @triton.jit
-def _sizes(line, longest, shortest, unit, other_line, other_longest, other_shortest, other_unit):
+def _sizes(total, numbers, longest, other, other_numbers, other_longest):
     """Combine what is asked of the whole batch."""
-    return (
-        tl.maximum(line, other_line),
-        tl.maximum(longest, other_longest),
-        tl.minimum(shortest, other_shortest),
-        tl.maximum(unit, other_unit),
-    )
+    return total + other, numbers + other_numbers, tl.maximum(longest, other_longest)
 
 
 @triton.jit
-def _neighbours(before, after, before_2, after_2, other, other_after, other_2, other_after_2):
-    """Combine what lies before two places, and what ends first behind them."""
-    return (
-        tl.maximum(before, other),
-        tl.minimum(after, other_after),
-        tl.maximum(before_2, other_2),
-        tl.minimum(after_2, other_after_2),
-    )
+def _sizes_and_units(total, numbers, longest, unit, other, other_numbers, other_longest, other_unit):
+    """Combine what is asked of the whole batch, where units differ."""
+    return total + other, numbers + other_numbers, tl.maximum(longest, other_longest), tl.maximum(unit, other_unit)
 
 
 @triton.jit
-def _last(before, before_2, other, other_2):
-    """Combine what lies before two places."""
-    return tl.maximum(before, other), tl.maximum(before_2, other_2)
+def _places(start, stop, other_start, other_stop):
+    """Combine what threads say of two places: all but one say the end of the line."""
+    return tl.minimum(start, other_start), tl.minimum(stop, other_stop)
 
 
 @triton.jit
-def _tiles_in(packed):
-    return (packed & TILES).to(tl.int32)
+def _by_warp(of_threads):
+    """Numbers of threads, warp by warp: the sum or maximum of a warp is one instruction, and then few are left."""
+    return tl.reshape(of_threads, [of_threads.shape[0] // 32, 32])
 
 
 @triton.jit
-def _number_in(packed):
-    return (packed >> COUNT).to(tl.int32)
+def _ends(sizes):
+    """The running sum: a thread's own first, and one over all threads."""
+    own = tl.sum(sizes, 1)
+    return tl.cumsum(sizes, 1) + (tl.cumsum(own, 0) - own)[:, None]
+
+
+@triton.jit
+def _divided(number, count):
+    """The quotient of numbers that are not negative: without signs it is half as long."""
+    return (number.to(tl.uint32) // count.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
 def _cut(
-    at, before, after, extra, slack,
+    at, begins, ends, extra, slack, end_of_line,
     ALWAYS: tl.constexpr, NEVER: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr, LONG_SEQ: tl.constexpr,
     LONG_PIECE: tl.constexpr,
 ):  # fmt: skip
-    """A place on the line of costs, as one on the line of tiles, moved to a better one nearby.
+    """A place on the line of costs, moved to a better one nearby, by each warp: only the thread with the sequence there knows.
 
-    Every sequence with tiles costs `extra` before its first, and each tile 1. `before` has the tiles of the sequences that lie
-    wholly before the place, and their number; the sequence there ends at tile `after` of the line. LONG_SEQ is
+    Every sequence with tiles costs `extra` before its first, and each tile 1. Pieces are powers of 2, and LONG_SEQ is
     a multiple of TILE.
 
     Sequences are not left or begun for a few tiles. Otherwise ALWAYS cuts at the ends of pieces only, NEVER cares for none, and
     else the end of a unit is taken where it is near.
     """
-    start = _tiles_in(before)
-    num_tiles = tl.where(after == NONE, 0, after - start)
-    offset = tl.maximum(at - start - extra * (_number_in(before) + 1), 0)
+    is_here = (begins <= at) & (at < ends)
+    end = tl.max(tl.where(is_here, ends, 0), 1)
+    num_tiles = tl.max(tl.where(is_here, ends - begins, 0), 1) - extra
+    first = end - num_tiles
+    offset = tl.maximum(at - first, 0)
     if not NEVER:
         unit = PIECE if ALWAYS else tl.where(num_tiles > LONG_SEQ // TILE, LONG_PIECE, PIECE)
-        nearest = tl.minimum((offset + unit // 2) // unit * unit, num_tiles)
+        nearest = tl.minimum((offset + unit // 2) & -unit, num_tiles)
         offset = nearest if ALWAYS else tl.where(tl.abs(nearest - offset) <= slack, nearest, offset)
-    offset = tl.where(offset <= slack, 0, tl.where(num_tiles - offset <= slack, num_tiles, offset))
-    return start + offset
+    offset = tl.where(offset <= slack, -extra, tl.where(num_tiles - offset <= slack, num_tiles, offset))
+    return tl.min(_by_warp(tl.where(end > 0, first + offset, end_of_line)), 1)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_groups", "num_flags", "rows_above", "rows_up_to"],
@@ -100,36 +93,46 @@ def plan_shares(
 
     GROUP pieces are a unit where there is more than one; else units are pieces of PIECE tiles, or LONG_PIECE beyond LONG_SEQ
     keys. Where sequences differ and shares are long, each sequence counts SEQ_COST tiles more, which is about what beginning
-    and ending one takes; not where units are groups of pieces, whose ends decide where shares may end.
+    and ending one takes; not where units are groups of pieces, whose ends decide where shares may end. All costs of a batch
+    are less than 2^31.
 
-    Warps wait for each other in every sum over all sequences, which takes much of the time of a large batch: so there is one
-    running sum, and three maxima of several numbers at once.
+    Warps wait for each other whenever numbers of all sequences are combined, which takes much of the time of a large batch: so
+    this happens three times, for the sizes of the batch, the line of costs, and the two places where the share begins and ends.
+    The threads that have the sequences there store the share themselves.
     """
     group = tl.program_id(0)
-    seqs = tl.arange(0, SEQS)
+    # A thread has EACH sequences, side by side, of which it makes sums by itself. "|" adds here; Triton does not see that it
+    # does, so loads and stores keep to this order: else they get several, and masks go from one to another by shared memory.
+    THREADS: tl.constexpr = 32 if SEQS <= 256 else SEQS // 4
+    EACH: tl.constexpr = SEQS // THREADS
+    seqs = EACH * tl.arange(0, THREADS)[:, None] | tl.arange(0, EACH)[None, :]
     is_seq = seqs < num_seqs
     rows = tl.load(query_start_loc + seqs + 1, mask=is_seq, other=0) - tl.load(query_start_loc + seqs, mask=is_seq, other=0)
     rows = rows * NUM_HEADS
     keys = tl.load(seq_lens + seqs, mask=is_seq, other=0)
-    keys = tl.where((rows > rows_above) & (rows <= rows_up_to), keys, -1)
-    tiles = (tl.maximum(keys, 0) + TILE - 1) // TILE
-    pieces = tl.where(keys > LONG_SEQ, LONG_PIECE, PIECE)
-    units = pieces * GROUP
-    # Tiles up to the end of each sequence, and sequences with tiles.
-    line = tl.cumsum(tiles.to(tl.int64) + ((tiles > 0).to(tl.int64) << COUNT), 0)
-    ends = _tiles_in(line)
-    shortest = tl.where(is_seq & (keys >= 0), tiles, NONE)
-    whole_line, longest, shortest, longest_unit = tl.reduce((line, tiles, shortest, tl.minimum(tiles, units)), 0, _sizes)
-    shortest = tl.minimum(shortest, longest)
-    total = _tiles_in(whole_line)
+    keys = tl.where((rows > rows_above) & (rows <= rows_up_to), keys, -1)  # behind the last sequence too: no rows
+    tiles = ((keys + (TILE - 1)).to(tl.uint32) // TILE).to(tl.int32)
+    units = tl.where(keys > LONG_SEQ, LONG_PIECE, PIECE) * GROUP
+    # Two numbers in one: of sequences with tiles, and above 16 bits of all that this launch takes.
+    numbers = tl.where(keys > 0, 1, 0) + tl.where(keys >= 0, 1 << 16, 0)
+    total = tl.sum(_by_warp(tl.sum(tiles, 1)), 1)
+    numbers = tl.sum(_by_warp(tl.sum(numbers, 1)), 1)
+    longest = tl.max(_by_warp(tl.max(tiles, 1)), 1)
+    if BALANCED or PIECE == LONG_PIECE:
+        total, numbers, longest = tl.reduce((total, numbers, longest), 0, _sizes)
+        longest_unit = tl.minimum(longest, PIECE * GROUP)
+    else:
+        longest_unit = tl.max(_by_warp(tl.max(tl.minimum(tiles, units), 1)), 1)
+        total, numbers, longest, longest_unit = tl.reduce((total, numbers, longest, longest_unit), 0, _sizes_and_units)
+    num_taken = numbers >> 16
+    are_alike = longest.to(tl.int64) * num_taken == total
     extra = 0
     if BALANCED or GROUP == 1:
         # No sequence begins inside a unit, so a share of at least a unit still holds the rest of any that its start cuts.
-        extra = tl.where((longest != shortest) & (total > 8 * SEQ_COST * num_groups), SEQ_COST, 0)
-    cost_ends = ends + extra * _number_in(line)
-    total_cost = total + extra * _number_in(whole_line)
-    mean = total_cost // num_groups
-    rest = total_cost % num_groups
+        extra = tl.where(are_alike | (total <= 8 * SEQ_COST * num_groups), 0, SEQ_COST)
+    total_cost = total + extra * (numbers & 0xFFFF)
+    mean = _divided(total_cost, num_groups)
+    rest = total_cost - mean * num_groups
     share = tl.maximum(mean + (rest > 0).to(tl.int32), 1)
     apart = 0
     step = share
@@ -148,54 +151,53 @@ def plan_shares(
             if GROUP > 1:
                 parts = tl.where(apart != 0, (tiles + PIECE - 1) // PIECE, parts)
             parts = tl.where(parts > 1, parts, 0)
-            tl.store(of_seqs + num_seqs + seqs, tl.cumsum(parts, 0) - parts, mask=is_seq)
+            tl.store(of_seqs + num_seqs + seqs, _ends(parts) - parts, mask=is_seq)
         for begin in range(0, num_flags, SEQS):
-            tl.store(flags + begin + seqs, tl.zeros([SEQS], tl.int32), mask=begin + seqs < num_flags)
+            tl.store(flags + begin + seqs, tl.zeros_like(seqs), mask=begin + seqs < num_flags)
     else:
-        if longest == shortest:
-            # Whole sequences, or else whole pieces, if that makes no share much longer.
-            even = (step + longest - 1) // tl.maximum(longest, 1) * longest
-            step = tl.where(even * 20 <= step * 21, even, step)
-            if not BALANCED:
-                even = (step + PIECE - 1) // PIECE * PIECE
-                step = tl.where(even * 20 <= step * 21, even, step)
+        # Whole sequences where all are alike, or else whole pieces, if that makes no share much longer.
+        even = tl.maximum(_divided(num_taken + num_groups - 1, num_groups), 1) * longest
+        step = tl.where(are_alike & (even * 20 <= step * 21), even, step)
+        if not BALANCED:
+            even = (step + PIECE - 1) // PIECE * PIECE
+            step = tl.where(are_alike & (even * 20 <= step * 21), even, step)
         slack = tl.where(step > 8, step // 28, 0)
         # Groups without a tile come last: the parts of a BALANCED sequence are those of neighbours.
         is_stepped = (step > share) | (step % PIECE == 0) | (total < num_groups)
-        start = tl.where(is_stepped, group.to(tl.int64) * step, group * mean + group * rest // num_groups)
-        stop = tl.where(is_stepped, (group + 1).to(tl.int64) * step, (group + 1) * mean + (group + 1) * rest // num_groups)
-        start = tl.minimum(start, total_cost).to(tl.int32)
-        stop = tl.minimum(stop, total_cost).to(tl.int32)
-        before_start = cost_ends <= start
-        before_stop = cost_ends <= stop
-        left, start_seq, right, stop_seq = tl.reduce(
-            (
-                tl.where(before_start, line, 0), tl.where(before_start, NONE, ends),
-                tl.where(before_stop, line, 0), tl.where(before_stop, NONE, ends),
-            ),
-            0, _neighbours,
-        )  # fmt: skip
-        start = _cut(start, left, start_seq, extra, slack, GROUP > 1, BALANCED, TILE, PIECE, LONG_SEQ, LONG_PIECE)
-        stop = _cut(stop, right, stop_seq, extra, slack, GROUP > 1, BALANCED, TILE, PIECE, LONG_SEQ, LONG_PIECE)
-        stop = tl.where(group == num_groups - 1, total, stop)
+        spread = _divided(group * rest, num_groups)
+        start = tl.where(is_stepped, group * step, group * mean + spread)
+        stop = start + tl.where(is_stepped, step, mean + ((group + 1) * rest >= (spread + 1) * num_groups).to(tl.int32))
+        # Steps may go beyond 2^31, not beyond 2^32.
+        start = tl.minimum(start.to(tl.uint32), total_cost.to(tl.uint32)).to(tl.int32)
+        stop = tl.minimum(stop.to(tl.uint32), total_cost.to(tl.uint32)).to(tl.int32)
 
-        is_busy = stop > start
-        numbered = ends.to(tl.int64) + ((seqs + 1).to(tl.int64) << COUNT)
-        left, right = tl.reduce((tl.where(ends <= start, numbered, 0), tl.where(ends <= stop - 1, numbered, 0)), 0, _last)
-        first_seq = _number_in(left)
-        last_seq = _number_in(right)
-        tl.store(plan + group * 4, tl.where(is_busy, first_seq, 0))
-        tl.store(plan + group * 4 + 1, tl.where(is_busy, start - _tiles_in(left), 0))
-        tl.store(plan + group * 4 + 2, tl.where(is_busy, last_seq, 0))
-        tl.store(plan + group * 4 + 3, tl.where(is_busy, stop - _tiles_in(right), 0))
-        begins = ends - tiles
-        groups = tl.zeros([SEQS], tl.int32) + group
+        costs = tiles + tl.where(tiles > 0, extra, 0)
+        ends = _ends(costs)
+        begins = ends - costs
+        start = _cut(start, begins, ends, extra, slack, total_cost, GROUP > 1, BALANCED, TILE, PIECE, LONG_SEQ, LONG_PIECE)
+        stop = _cut(stop, begins, ends, extra, slack, total_cost, GROUP > 1, BALANCED, TILE, PIECE, LONG_SEQ, LONG_PIECE)
+        start, stop = tl.reduce((start, stop), 0, _places)
+        stop = tl.where(group == num_groups - 1, total_cost, stop)
+
+        # A share without a tile is zeros, and nowhere on the line.
+        start, stop = tl.where(start < stop, start, -1), tl.where(start < stop, stop, -1)
+        own = plan + group * 4
+        nothing = tl.zeros([4], tl.int32)
+        tl.store(own + tl.arange(0, 4), nothing, mask=nothing > start)
+        own = own + tl.zeros_like(seqs)
+        is_first = (begins <= start) & (start < ends)
+        is_last = (begins < stop) & (stop <= ends)
+        tl.store(own, seqs, mask=is_first)
+        tl.store(own + 1, tl.maximum(start - begins - extra, 0), mask=is_first)
+        tl.store(own + 2, seqs, mask=is_last)
+        tl.store(own + 3, stop - begins - extra, mask=is_last)
+        groups = tl.zeros_like(seqs) + group
         begun = (tiles > 0) & (begins >= start) & (begins < stop)
         tl.store(of_seqs + 2 * num_seqs + seqs, groups, mask=begun)
         tl.store(of_seqs + 3 * num_seqs + seqs, groups, mask=(tiles > 0) & (ends > start) & (ends <= stop))
         if BALANCED:
             # A group has two slots: for the sequence that its share begins with, and for the one that it ends with.
-            tl.store(of_seqs + num_seqs + seqs, 2 * group + tl.where(seqs == first_seq, 0, 1), mask=begun)
+            tl.store(of_seqs + num_seqs + seqs, 2 * group + tl.where(begins == start, 0, 1), mask=begun)
 
 
 @triton.jit
