@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from batches import Row, row_groups, shuffled_tables
 from triton_here import HAS_TRITON
 
 from mla import build_metadata
-from mla.compute import triton_hopper
+from mla.compute import triton_hopper, triton_launch
 from mla.compute.triton_hopper import FEW, WIDE
 from mla.compute.triton_launch import OPTIONS, Launcher, RowBoxes, raw_stream
 
@@ -46,7 +44,7 @@ def test_only_the_first_call_goes_through_triton():
     kernel = Kernel(Compiled())
     launch = Launcher(kernel, {"SIZE": 8, "WIDE": True, "maxnreg": 168})
     for i in range(3):
-        launch((i + 1, 1, 1), 7, f"x{i}", i)
+        launch.way((i + 1, 1, 1), 7, f"x{i}", i)
     assert kernel.calls == [((1, 1, 1), ("x0", 0), {"SIZE": 8, "WIDE": True, "maxnreg": 168, **OPTIONS})]
     handles = 7, "function", "packed", None, None, None
     assert kernel.compiled.runs == [(2, 1, 1, *handles, "x1", 1, 8, True), (3, 1, 1, *handles, "x2", 2, 8, True)]
@@ -56,51 +54,137 @@ def test_an_interpreted_kernel_is_called_every_time():
     kernel = Kernel(None)
     launch = Launcher(kernel, {"SIZE": 8, "WIDE": True})
     for i in range(2):
-        launch((1, 1, 1), 0, "x", i)
+        launch.way((1, 1, 1), 0, "x", i)
     assert [args for _, args, _ in kernel.calls] == [("x", 0), ("x", 1)]
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton: pip install 'mla[triton]'")
-def test_boxes_become_descriptors_for_the_first_call():
-    kernel = Kernel(Compiled())
-    launch = Launcher(kernel, {"SIZE": 8, "WIDE": True})
-    boxes = RowBoxes(torch.zeros(4, 576, dtype=torch.bfloat16), (4, 576), 576, (64, 128))
-    launch((1, 1, 1), 0, boxes, 1)
-    launch((1, 1, 1), 0, boxes, 1)
-    described = kernel.calls[0][1][0]
-    assert (described.shape, described.strides, described.block_shape) == ([4, 576], [576, 1], [64, 128])
-    assert kernel.compiled.runs[0][9] is boxes
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton: pip install 'mla[triton]'")
-def test_boxes_are_what_the_call_of_a_compiled_kernel_reads(monkeypatch):
-    """By the installed release's own code, which asks a descriptor for more from release to release."""
-    from triton.backends.nvidia import driver as nvidia
-    from triton.runtime import driver
-
-    class Active:
-        class utils:  # noqa: N801  (its name there)
-            fill_tma_descriptor = fill_tma_descriptor_tiled = staticmethod(lambda *args: args)
-
-    monkeypatch.setattr(driver, "_active", Active())
-    cache = torch.zeros(4, 576, dtype=torch.bfloat16)
-    known = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
-    more = [None] * (len(inspect.signature(nvidia.make_tensordesc_arg).parameters) - 2)
-    described, *numbers = nvidia.make_tensordesc_arg(RowBoxes(cache, (4, 576), 576, (64, 64)), known, *more)
-    assert numbers == [4, 576, 576, 1]
-    assert described[0] == cache.data_ptr()
-    assert [64, 64] in described
-
-
 def test_addresses_are_taken_once_compiled():
+    launch = Launcher(Kernel(Compiled()), {"SIZE": 8, "WIDE": True})
+    assert not launch.way.takes_addresses
+    launch.way((1, 1, 1), 0, "x", 1)
+    assert launch.way.takes_addresses
+    interpreted = Launcher(Kernel(None), {"SIZE": 8, "WIDE": True})
+    interpreted.way((1, 1, 1), 0, "x", 1)
+    assert not interpreted.way.takes_addresses
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton: pip install 'mla[triton]'")
+def test_boxes_become_descriptors_for_calls_through_triton():
+    """The first, and one of another thread that began before the first had compiled."""
     kernel = Kernel(Compiled())
     launch = Launcher(kernel, {"SIZE": 8, "WIDE": True})
-    assert not launch.takes_addresses
-    launch((1, 1, 1), 0, "x", 1)
-    assert launch.takes_addresses
-    interpreted = Launcher(Kernel(None), {"SIZE": 8, "WIDE": True})
-    interpreted((1, 1, 1), 0, "x", 1)
-    assert not interpreted.takes_addresses
+    boxes = launch.way.boxes(torch.zeros(4, 576, dtype=torch.bfloat16), (4, 576), 576, (64, 128))
+    for _ in range(2):
+        launch((1, 1, 1), 0, *boxes, 1)
+    for _, (described, _), _ in kernel.calls:
+        assert (described.shape, described.strides, described.block_shape) == ([4, 576], [576, 1], [64, 128])
+    again = launch.way.boxes(torch.zeros(4, 576, dtype=torch.bfloat16), (4, 576), 576, (64, 128))
+    launch.way((1, 1, 1), 0, *again, 1)
+    assert kernel.compiled.runs[0][9] is again[0]
+    assert isinstance(again[0], RowBoxes)
+
+
+KNOWN = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "fp4_padded": False}
+NARROW, BROAD = (64, 64), (64, 512)
+
+
+class InstalledCall:
+    """What the installed release launches a kernel with two boxes, a number and two constants by, over a function in C."""
+
+    def __init__(self, monkeypatch, **changed):
+        from triton.backends.nvidia import driver as nvidia
+        from triton.runtime import driver
+
+        class Utils:
+            fill_tma_descriptor = fill_tma_descriptor_tiled = staticmethod(self.encode)
+
+        monkeypatch.setattr(driver, "_active", type("Active", (), {"utils": Utils}))
+        self.launched, self.encoded = [], []
+        signature = dict(enumerate(("tensordesc<bf16[64, 64]>", "tensordesc<bf16[64, 512]>", "i32", "constexpr", "constexpr")))
+        metas = [{**KNOWN, "block_size": [64, 64]}, {**KNOWN, "block_size": [64, 256]}]
+        attributes = {
+            "num_ctas": 1, "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
+            "profile_scratch_align": 1, "launch_cooperative_grid": "cooperative", "launch_pdl": "early",
+            "gsan_enabled": False, "arg_annotations": "annotations", "kernel_signature": "signature",
+            "launch": nvidia.wrap_handle_tensordesc(self.in_c, signature, metas), **changed,
+        }  # fmt: skip
+        self.run = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
+        for name, value in attributes.items():
+            setattr(self.run, name, value)
+        self.function, self.packed_metadata = 17, (4, 1, 1000)
+        self.is_of_3_6 = hasattr(nvidia, "_BASE_ARGS_FORMAT")
+
+    def in_c(self, *args):
+        self.launched.append(tuple(tuple(x) if isinstance(x, list) else x for x in args))
+
+    def encode(self, *args):
+        self.encoded.append(args)
+        return repr(args)
+
+
+def launch_boxes(call, caches, *, times, boxes=(NARROW, BROAD)):
+    """Launch for each of the caches, and by Triton's own call; what reached the function in C of each."""
+    launch = Launcher(Kernel(call), {"SIZE": 8, "WIDE": True})
+    launch((1, 1, 1), 0, *launch.boxes(caches[0], (8, 576), 576, *boxes), 5)
+    for cache in caches:
+        call.run(3, 2, 1, 7, 17, (4, 1, 1000), None, None, None,
+                 *(RowBoxes(cache, (8, 576), 576, box) for box in boxes), 5, 8, True)  # fmt: skip
+    want, encoded = list(call.launched), list(call.encoded)
+    call.launched.clear()
+    call.encoded.clear()
+    for _ in range(times):
+        for cache in caches:
+            way = launch.way
+            way((3, 2, 1), 7, *way.boxes(cache, (8, 576), 576, *boxes), 5)
+    return want * times, encoded
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton: pip install 'mla[triton]'")
+def test_the_function_in_c_is_told_the_same_as_by_the_installed_release(monkeypatch):
+    """Of Triton 3.6 it is called itself, and what it is told of a cache is encoded once; later ones have a cheaper call."""
+    call = InstalledCall(monkeypatch)
+    caches = [torch.zeros(8, 576, dtype=torch.bfloat16) for _ in range(2)]
+    want, encoded = launch_boxes(call, caches, times=3)
+    assert len(want) == 6
+    assert call.launched == want
+    assert [args[0] for args in encoded] == [cache.data_ptr() for cache in caches for _ in range(2)]
+    assert [64, 256] in encoded[1]
+    assert call.encoded == encoded * (1 if call.is_of_3_6 else 3)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton: pip install 'mla[triton]'")
+@pytest.mark.parametrize("changed", ["global_scratch_size", "profile_scratch_size", "launch", "format", "boxes"])
+def test_another_call_is_made_as_it_is(monkeypatch, changed):
+    """One that allocates, that something was put around, of an unknown release, or with boxes alike that are encoded apart."""
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import _allocation
+
+    call = InstalledCall(monkeypatch)
+    allocator = type("Allocator", (), {"get": lambda self: lambda *size: size})()
+    for name in ("_allocator", "_profile_allocator"):
+        monkeypatch.setattr(_allocation, name, allocator)
+    monkeypatch.setattr(_allocation, "has_profile_allocator", lambda: True, raising=False)
+    own = call.run.launch
+    if changed == "launch":
+        call.run.launch = lambda *args: [own(*args)]
+    elif changed == "format":
+        monkeypatch.setattr(nvidia, "_BASE_ARGS_FORMAT", "iiiKKppOOOOOOO", raising=False)
+        monkeypatch.setattr(nvidia, "_BASE_ARGS_FORMAT_LEN", 13, raising=False)
+    elif changed != "boxes":
+        setattr(call.run, changed, 64)
+    boxes = (NARROW, NARROW if changed == "boxes" else BROAD)
+    want, encoded = launch_boxes(call, [torch.zeros(8, 576, dtype=torch.bfloat16)], times=2, boxes=boxes)
+    assert call.launched == want
+    assert call.encoded == encoded * 2
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton: pip install 'mla[triton]'")
+def test_few_descriptions_are_kept(monkeypatch):
+    monkeypatch.setattr(triton_launch, "MAX_DESCRIBED", 2)
+    call = InstalledCall(monkeypatch)
+    want, _ = launch_boxes(call, [torch.zeros(8, 576, dtype=torch.bfloat16) for _ in range(5)], times=2)
+    assert call.launched == want
+    assert len(call.encoded) == 5 * 2 * 2, "those of the first caches are gone when they are needed again"
 
 
 def test_the_cpu_has_no_stream():

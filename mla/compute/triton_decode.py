@@ -108,21 +108,22 @@ def _check_decode(
         raise KernelError(f"q: expected at least {metadata.num_tokens} tokens, got {q.shape[0]}")
 
 
-def _is_sound(q: torch.Tensor, latent_cache: torch.Tensor, metadata: DecodeMetadata) -> bool:
+def _is_sound(q: torch.Tensor, latent_cache: torch.Tensor, metadata: DecodeMetadata, kv_lora_rank: int) -> bool:
     """Whether a call is of the usual kind, for which `_check_decode` has no objection; it finds the words for all others."""
     if type(metadata) is not DecodeMetadata or not isinstance(q, torch.Tensor) or not isinstance(latent_cache, torch.Tensor):
         return False
     if q.dim() != 3 or latent_cache.dim() != 3 or q.dtype not in DTYPES or q.dtype != latent_cache.dtype:
         return False
+    num_tokens, _, width = q.shape
     num_blocks, block_size, latent_dim = latent_cache.shape
     return (
         q.layout is latent_cache.layout is torch.strided
         and q.device == latent_cache.device == metadata.seq_lens.device
         and latent_cache.is_contiguous()
-        and latent_dim == q.shape[2]
+        and kv_lora_rank <= latent_dim == width
         and block_size == metadata.block_size
         and num_blocks >= metadata.min_num_blocks
-        and q.shape[0] >= metadata.num_tokens
+        and num_tokens >= metadata.num_tokens
     )
 
 
@@ -138,11 +139,11 @@ def _paged_decode(
     portable: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     is_usual = type(kv_lora_rank) is int and type(softmax_scale) is float and kv_lora_rank > 0 and 0 < softmax_scale < math.inf
-    if not (is_usual and _is_sound(q, latent_cache, metadata) and kv_lora_rank <= q.shape[2]):
+    if not (is_usual and _is_sound(q, latent_cache, metadata, kv_lora_rank)):
         _check_decode(q, latent_cache, metadata, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale)
     if plan is not None:
         _check_plan(plan, metadata, balanced=balanced)
-    if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
+    if q.is_cuda and q.get_device() != torch.cuda.current_device():
         with torch.cuda.device(q.device):
             return _launch(q, latent_cache, metadata, kv_lora_rank, softmax_scale, plan, balanced=balanced, portable=portable)
     return _launch(q, latent_cache, metadata, kv_lora_rank, softmax_scale, plan, balanced=balanced, portable=portable)
@@ -160,8 +161,9 @@ def _launch(
     portable: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_tokens, num_heads, latent_dim = q.shape
-    out = q.new_empty((num_tokens, num_heads, kv_lora_rank))
-    lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
+    # Sizes one by one: torch takes twice as long to read them out of a tuple.
+    out = q.new_empty(num_tokens, num_heads, kv_lora_rank)
+    lse = q.new_empty(num_tokens, num_heads, dtype=torch.float32)
     if num_tokens == 0 or num_heads == 0:
         return out, lse
     if metadata.num_seqs == 0 or metadata.max_seq_len == 0 or metadata.max_query_len == 0 or latent_cache.shape[0] == 0:

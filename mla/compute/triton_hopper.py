@@ -25,7 +25,7 @@ from typing import Any
 import attrs
 import torch
 
-from mla.compute.triton_launch import Launcher, RowBoxes, num_processors, raw_stream, rows_side_by_side
+from mla.compute.triton_launch import Launcher, num_processors, raw_stream, rows_side_by_side
 from mla.errors import KernelError
 from mla.metadata.records import DecodeMetadata
 
@@ -167,6 +167,8 @@ class _Kernels:
     rows_per_slot: int
     num_states: int
     num_slots: int
+    boxes: tuple[tuple[int, int], ...]
+    """As which the attention reads the cache."""
     join_grid: tuple[int, int]
     """Programs of `join_parts` for the rows of a sequence and for columns."""
 
@@ -250,6 +252,7 @@ def _kernels(case: _Case) -> _Kernels:
         rows_per_slot=case.rows_per_slot,
         num_states=case.num_states,
         num_slots=case.units.max_slots(step, case.max_seq_len, case.num_groups, balanced=case.balanced),
+        boxes=(WHOLE_BOX, _box_within(case.block_size)) if case.few else (_box_within(case.block_size),),
         join_grid=(row_programs, KV_LORA_RANK // shape["COLUMNS"]),
     )
 
@@ -259,24 +262,31 @@ class _Share:
     """Sequences of one launch, shared out: the launches' arguments that are the same for every layer."""
 
     kernels: _Kernels
-    tensors: tuple[torch.Tensor, ...]
+    given: tuple[torch.Tensor, ...]
     """The block table, where queries start, the plan, where programs leave parts and states, and the flags of the latter."""
     num_seqs: int
     is_last: bool
-    addresses: tuple[int, ...] = attrs.field(init=False)
-    numbers: tuple[int, ...] = attrs.field(init=False)
-    """What the attention is told of the batch, behind all tensors."""
+    tensors: tuple[tuple[Any, ...], ...] = attrs.field(init=False)
+    """Arguments of the attention before and behind those of the layer, and the first of `join_parts`."""
+    addresses: tuple[tuple[Any, ...], ...] = attrs.field(init=False)
+    """The same with addresses for tensors."""
     grids: tuple[tuple[int, int, int], tuple[int, int, int]] = attrs.field(init=False)
     """Programs of the attention, and of `join_parts` with one more sequence for the rows behind the last."""
 
     def __attrs_post_init__(self) -> None:
         kernels, num_seqs = self.kernels, self.num_seqs
-        numbers = self.tensors[0].stride(0), kernels.num_groups, num_seqs
         row_programs, column_programs = kernels.join_grid
         grids = (kernels.num_groups * kernels.row_tiles, 1, 1), (row_programs, num_seqs + self.is_last, column_programs)
-        object.__setattr__(self, "addresses", tuple(x.data_ptr() for x in self.tensors))
-        object.__setattr__(self, "numbers", numbers if kernels.case.few else (*numbers, kernels.row_tiles))
+        object.__setattr__(self, "tensors", self._arranged(self.given))
+        object.__setattr__(self, "addresses", self._arranged(tuple(x.data_ptr() for x in self.given)))
         object.__setattr__(self, "grids", grids)
+
+    def _arranged(self, given: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
+        table, starts, work, part_out, part_stat, *states = given
+        numbers = self.given[0].stride(0), self.kernels.num_groups, self.num_seqs
+        tiles = () if self.kernels.case.few else (self.kernels.row_tiles,)
+        behind = part_out, part_stat, *states, *numbers, *tiles
+        return (table, starts, work), behind, (part_out, part_stat, work, starts)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -346,11 +356,11 @@ def _share_out(q: torch.Tensor, metadata: DecodeMetadata, stream: int, *, balanc
             table, starts, lens = rows_side_by_side(metadata)
             if step < num_seqs:
                 table, starts, lens = table[first:last], starts[first : last + 1], lens[first:last]
-            kernels.plan((groups + 1, 1, 1), stream, plan, flags, lens, starts, last - first, groups, states, *case.limits)
+            kernels.plan.way((groups + 1, 1, 1), stream, plan, flags, lens, starts, last - first, groups, states, *case.limits)
             shares.append(
                 _Share(
                     kernels=kernels,
-                    tensors=(table, starts, plan, *parts, flags),
+                    given=(table, starts, plan, *parts, flags),
                     num_seqs=last - first,
                     is_last=last == num_seqs,
                 )
@@ -386,35 +396,25 @@ def attend(
     """
     stream = raw_stream(q.device)
     scale_log2 = softmax_scale * LOG2_E
-    rows = latent_cache.shape[0] * latent_cache.shape[1], LATENT_DIM
-    boxes = RowBoxes(latent_cache, rows, LATENT_DIM, _box_within(latent_cache.shape[1]))
-    tail = q.shape[0]
+    num_tokens, num_heads, _ = q.shape
+    num_blocks, block_size, _ = latent_cache.shape
+    rows, query_rows = (num_blocks * block_size, LATENT_DIM), (num_tokens * num_heads, LATENT_DIM)
+    tail = num_tokens
     given: tuple[Any, ...]
-    fixed: tuple[Any, ...]
-    boxed: tuple[Any, ...]
     for share in plan.shares(q, stream):
-        kernels = share.kernels
-        if kernels.attend.takes_addresses and kernels.join.takes_addresses:
+        kernels, (grid, join_grid) = share.kernels, share.grids
+        attend, join = kernels.attend.way, kernels.join.way
+        if attend.takes_addresses and join.takes_addresses:
             given = q.data_ptr(), latent_cache.data_ptr(), out.data_ptr(), lse.data_ptr()
-            fixed = share.addresses
+            before, behind, parts = share.addresses
         else:
             given = q, latent_cache, out, lse
-            fixed = share.tensors
+            before, behind, parts = share.tensors
         q_, cache, out_, lse_ = given
-        table, starts, work, part_out, part_stat, *states = fixed
-        if kernels.case.few:
-            boxed = q_, RowBoxes(latent_cache, rows, LATENT_DIM, WHOLE_BOX), boxes
-        else:
-            boxed = RowBoxes(q, (q.shape[0] * q.shape[1], LATENT_DIM), LATENT_DIM, BOX), boxes
-        grid, join_grid = share.grids
-        kernels.attend(
-            grid, stream,
-            *boxed, cache, table, starts, work, out_, lse_, part_out, part_stat, *states, *share.numbers, scale_log2,
-        )  # fmt: skip
-        kernels.join(
-            join_grid, stream,
-            part_out, part_stat, work, starts, out_, lse_,
-            share.num_seqs, kernels.num_groups, tail if share.is_last else -1, kernels.rows_per_slot,
-        )  # fmt: skip
+        queries = (q_,) if kernels.case.few else attend.boxes(q, query_rows, LATENT_DIM, BOX)
+        boxes = attend.boxes(latent_cache, rows, LATENT_DIM, *kernels.boxes)
+        attend(grid, stream, *queries, *boxes, cache, *before, out_, lse_, *behind, scale_log2)
+        last = tail if share.is_last else -1
+        join(join_grid, stream, *parts, out_, lse_, share.num_seqs, kernels.num_groups, last, kernels.rows_per_slot)
         if share.is_last:
             tail = -1  # filled

@@ -18,7 +18,7 @@ import attrs
 import torch
 
 from mla._checks import check_int, check_positive_float, check_tensor, dtype_name
-from mla.compute.triton_launch import OPTIONS, Launcher, RowBoxes, num_processors, raw_stream
+from mla.compute.triton_launch import OPTIONS, Launcher, num_processors, raw_stream
 from mla.errors import KernelError
 
 __all__ = ["PrefillRoute", "Tiles", "prefill_route", "tiles_for", "varlen_attention"]
@@ -295,13 +295,15 @@ def _launch_hopper(
     num_items = (num_seqs + 1) * num_blocks * num_heads
     q, k, v = (_with_aligned_rows(x) for x in (q, k, v))
     # A token is a row; a head begins at a multiple of the heads' stride, wherever in memory that leads.
+    launch = _hopper_launcher(q.device, q.dtype, causal).way
     boxes = [
-        RowBoxes(x, (x.shape[0], (num_heads - 1) * x.stride(1) + x.shape[2]), x.stride(0), box)
+        argument
         for x, box in ((q, (64, 64)), (k, (128, 64)), (v, (128, 128)))
+        for argument in launch.boxes(x, (x.shape[0], (num_heads - 1) * x.stride(1) + x.shape[2]), x.stride(0), box)
     ]
     counter = query_start_loc.new_zeros(1)
     programs = min(num_items, num_processors(q.device))
-    _hopper_launcher(q.device, q.dtype, causal)(
+    launch(
         (programs, 1, 1), raw_stream(q.device),
         *boxes, out, lse, counter, query_start_loc, kv_start_loc, num_tokens, num_seqs, num_blocks, num_heads,
         min(HEADS_AT_A_TIME, num_heads), q.stride(1), k.stride(1), v.stride(1), scale * LOG2_E,
