@@ -25,7 +25,7 @@ fi
 if [[ $wanted == *tests* ]]; then
     "$python" examples/06_graph_capture.py >"$out/graph_capture.txt" 2>&1 &
     example=$!
-    "$python" -m pytest -v -rfs -m gpu -p no:cacheprovider -n "${JOBS:-12}" --dist loadgroup \
+    "$python" -m pytest -v -rfs -m gpu -p no:cacheprovider -p no:benchmark -n "${JOBS:-12}" --dist loadgroup \
         tests/test_{gpu,gpu_cases,triton_decode,triton_prefill,triton_cache,golden_devices,operators,compile}.py \
         >"$out/tests.txt" 2>&1 || failed=1
     wait $example || failed=1

@@ -56,10 +56,14 @@ def _decode_shapes(*, quick: bool) -> list[tuple[str, GpuShape]]:
         ("three new tokens", 16, 3, 64, torch.bfloat16),
         ("three new tokens, two tiles of 64 rows", 40, 3, 16, torch.bfloat16),
     ]
-    return [
+    found = [
         (name, GpuShape(name=name, heads=heads, lengths=lengths, query_len=new, block_size=size, dtype=dtype))
         for name, heads, new, size, dtype in cases
     ]
+    # Several warps of the plan, each thread with several sequences.
+    for name, heads in (("few rows", 16), ("two tiles of 64 rows", 128)):
+        found.append((f"600 sequences, {name}", GpuShape(name=name, heads=heads, lengths=(9, 70) * 300)))
+    return found
 
 
 def _decode(kernels: KernelSet, shape: GpuShape, device: torch.device, how: str = "") -> float:
