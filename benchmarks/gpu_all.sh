@@ -23,9 +23,12 @@ if [[ $wanted == *bench* ]]; then
     [[ $code == 0 ]] || failed=$code
 fi
 if [[ $wanted == *tests* ]]; then
+    export OMP_NUM_THREADS=1
     "$python" examples/06_graph_capture.py >"$out/graph_capture.txt" 2>&1 &
     example=$!
-    "$python" -m pytest -v -rfs -m gpu -p no:cacheprovider -p no:benchmark -n "${JOBS:-12}" --dist loadgroup \
+    # A process that dies ends the run, with a word on its test: pytest-xdist does not get over it. pytest-benchmark, where it is
+    # installed, warns of other processes.
+    "$python" -m pytest -v -rfs -m gpu -p no:cacheprovider -p no:benchmark -n "${JOBS:-12}" --dist loadgroup --max-worker-restart 0 \
         tests/test_{gpu,gpu_cases,triton_decode,triton_prefill,triton_cache,golden_devices,operators,compile}.py \
         >"$out/tests.txt" 2>&1 || failed=1
     wait $example || failed=1

@@ -12,6 +12,9 @@ OUT_REL = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-3, torc
 LSE_ABS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 """Largest absolute error of a log-sum-exp, by the dtype of the inputs."""
 
+MOST_ON_A_GPU = 2**24
+"""Numbers of a tensor."""
+
 
 def _norm(x: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(x)) if x.numel() else 0.0
@@ -50,8 +53,10 @@ def assert_close(
     label = f"{name or 'tensor'}: "
     if actual.shape != expected.shape:
         raise AssertionError(f"{label}expected shape {tuple(expected.shape)}, got {tuple(actual.shape)}")
-    a, e = (x.detach().to("cpu", torch.float64) for x in (actual, expected))
-    misplaced = torch.zeros(e.shape, dtype=torch.bool)
+    # Compared where they are, if not too large for the temporary tensors to fit there.
+    device = expected.device if actual.device == expected.device and expected.numel() <= MOST_ON_A_GPU else "cpu"
+    a, e = (x.detach().to(device, torch.float64) for x in (actual, expected))
+    misplaced = torch.zeros(e.shape, dtype=torch.bool, device=device)
     for special in (torch.isposinf, torch.isneginf, torch.isnan):
         misplaced |= special(a) != special(e)
     if not allow_nan:

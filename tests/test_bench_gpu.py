@@ -458,7 +458,7 @@ def test_every_path_is_run_and_a_wrong_one_is_told(load, monkeypatch, capsys):
     assert sanitize.main(options) == 0
     text = capsys.readouterr().out
     assert "NO_SUCH_SET is skipped" in text
-    assert "21 paths, 0 wrong" in text
+    assert "23 paths, 0 wrong" in text
     for path in ("decode, few rows", "64 rows", "three new tokens", "several launches", "hopper, causal", "portable", "cache"):
         assert path in text
     changed = {
@@ -468,7 +468,7 @@ def test_every_path_is_run_and_a_wrong_one_is_told(load, monkeypatch, capsys):
     }
     monkeypatch.setattr(sanitize, "kernel_set", lambda _: attrs.evolve(kernels, **changed))
     assert sanitize.main(options) == 1
-    assert "21 paths, 21 wrong" in capsys.readouterr().out
+    assert "23 paths, 23 wrong" in capsys.readouterr().out
     assert sanitize.main([*options, "--only", "no such path"]) == 1
 
 

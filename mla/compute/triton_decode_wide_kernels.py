@@ -19,8 +19,8 @@ the weight of the highest score is hardly ever 1, which is exact: its rounding r
 1000 keys from 1.86e-3 to 1.91e-3 at a slack of 1, and to 2.1e-3 at 8.
 
 Where quarters need not be waited for, a tile takes a tenth less. Tried against that, and slower: a ninth quarter, loaded ahead,
-in the room of the queries' RoPE columns, which then are in registers (5 %). Without effect: the programs of a group as a cluster
-of neighbouring multiprocessors, a sequence's queries brought into the second-level cache before they are loaded, and the second
+in the room of the queries' RoPE columns, which then are in registers (5 %). Without effect: a group's programs as a cluster of
+neighbouring multiprocessors, a sequence's queries brought into the second-level cache before they are loaded, and the second
 group's scores held back until the first group's are done.
 
 Importing this module imports Triton; `mla.compute.triton_hopper` does so when it launches.
