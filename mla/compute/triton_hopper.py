@@ -403,17 +403,17 @@ def attend(
     given: tuple[Any, ...]
     for share in plan.shares(q, stream):
         kernels, (grid, join_grid) = share.kernels, share.grids
-        attend, join = kernels.attend.way, kernels.join.way
-        if attend.takes_addresses and join.takes_addresses:
+        attention, join = kernels.attend.way, kernels.join.way
+        if attention.takes_addresses and join.takes_addresses:
             given = q.data_ptr(), latent_cache.data_ptr(), out.data_ptr(), lse.data_ptr()
             before, behind, parts = share.addresses
         else:
             given = q, latent_cache, out, lse
             before, behind, parts = share.tensors
         q_, cache, out_, lse_ = given
-        queries = (q_,) if kernels.case.few else attend.boxes(q, query_rows, LATENT_DIM, BOX)
-        boxes = attend.boxes(latent_cache, rows, LATENT_DIM, *kernels.boxes)
-        attend(grid, stream, *queries, *boxes, cache, *before, out_, lse_, *behind, scale_log2)
+        queries = (q_,) if kernels.case.few else attention.boxes(q, query_rows, LATENT_DIM, BOX)
+        boxes = attention.boxes(latent_cache, rows, LATENT_DIM, *kernels.boxes)
+        attention(grid, stream, *queries, *boxes, cache, *before, out_, lse_, *behind, scale_log2)
         last = tail if share.is_last else -1
         join(join_grid, stream, *parts, out_, lse_, share.num_seqs, kernels.num_groups, last, kernels.rows_per_slot)
         if share.is_last:
