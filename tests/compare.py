@@ -13,7 +13,7 @@ LSE_ABS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-3, torc
 """Largest absolute error of a log-sum-exp, by the dtype of the inputs."""
 
 MOST_ON_A_GPU = 2**24
-"""Numbers of a tensor."""
+"""Larger tensors are compared on the CPU: the comparison takes some ten times the memory of float64."""
 
 
 def _norm(x: torch.Tensor) -> float:
@@ -53,7 +53,6 @@ def assert_close(
     label = f"{name or 'tensor'}: "
     if actual.shape != expected.shape:
         raise AssertionError(f"{label}expected shape {tuple(expected.shape)}, got {tuple(actual.shape)}")
-    # Compared where they are, if not too large for the temporary tensors to fit there.
     device = expected.device if actual.device == expected.device and expected.numel() <= MOST_ON_A_GPU else "cpu"
     a, e = (x.detach().to(device, torch.float64) for x in (actual, expected))
     misplaced = torch.zeros(e.shape, dtype=torch.bool, device=device)

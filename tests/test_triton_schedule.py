@@ -70,13 +70,14 @@ def plan_of(lens, units, num_groups, *, balanced, query_lens=None, num_heads=16,
     from mla.compute.triton_schedule_kernels import plan_shares  # noqa: PLC0415
 
     num_seqs = len(lens)
+    max_seqs = max(32, 1 << (num_seqs - 1).bit_length())
     starts = torch.tensor([0, *(query_lens or [1] * num_seqs)], dtype=torch.int32).cumsum(0).to(torch.int32)
     buffer = torch.full((num_groups * 4 + 4 + 4 * num_seqs,), -7, dtype=torch.int32)
     flags = torch.full((70,), 5, dtype=torch.int32)
     plan_shares[(num_groups + 1, 1, 1)](
         buffer, flags, torch.tensor(lens, dtype=torch.int32), starts, num_seqs, num_groups, 65, *limits,
-        NUM_HEADS=num_heads, **units.constants(balanced=balanced), SEQS=max(32, 1 << (num_seqs - 1).bit_length()),
-        SEQ_COST=units.seq_cost,
+        NUM_HEADS=num_heads, **units.constants(balanced=balanced), SEQS=max_seqs,
+        THREADS=max(32, max_seqs // 4), SEQ_COST=units.seq_cost,
     )  # fmt: skip
     assert flags.tolist() == [0] * 65 + [5] * 5
     keys, slots, first_groups, last_groups = buffer[num_groups * 4 + 4 :].view(4, num_seqs).tolist()
@@ -107,6 +108,7 @@ def batches():
         [0, 5, 0, 64, 65],
         [512] * 40,
         [40000, 33000, 100],
+        [gen.choice([0, gen.randint(1, 3000)]) for _ in range(300)],  # several warps, each thread with several sequences
     )
     for _ in range(7):
         top = gen.choice([100, 3000, 16384, 70000])

@@ -233,8 +233,8 @@ def _kernels(case: _Case) -> _Kernels:
     constants, attend = _launchers(case.device, case.dtype, case.num_heads, case.block_size, case.few, case.balanced)
     step = case.step
     max_seqs = max(32, 1 << (step - 1).bit_length())
-    plan = {**constants, "SEQS": max_seqs, "SEQ_COST": case.units.seq_cost}
-    plan["num_warps"] = 1 if max_seqs <= 256 else max_seqs // 128
+    threads = 32 if max_seqs <= 256 else max_seqs // 4  # a single warp waits for no other
+    plan = {**constants, "SEQS": max_seqs, "THREADS": threads, "SEQ_COST": case.units.seq_cost, "num_warps": threads // 32}
     shape = _join_shape(case)
     join = {**constants, **shape, "LAUNCHED_EARLY": True, "launch_pdl": True}
     row_programs = -(-case.num_heads * case.max_query_len // shape["ROWS"])

@@ -123,6 +123,7 @@ class _Again:
         self._run(*grid, stream, *self._handles, *args, *self._values)
 
     def boxes(self, base: torch.Tensor, shape: tuple[int, int], stride: int, *boxes: tuple[int, int]) -> tuple[object, ...]:
+        """As `Launcher.boxes`; where boxes are encoded here, each becomes several arguments."""
         if self._encode is None:
             return tuple([RowBoxes(base, shape, stride, box) for box in boxes])
         key = base.data_ptr(), shape, stride, boxes

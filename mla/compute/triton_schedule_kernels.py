@@ -85,11 +85,12 @@ def _cut(
 def plan_shares(
     plan, flags, seq_lens, query_start_loc, num_seqs, num_groups, num_flags, rows_above, rows_up_to,
     NUM_HEADS: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr, GROUP: tl.constexpr, LONG_SEQ: tl.constexpr,
-    LONG_PIECE: tl.constexpr, BALANCED: tl.constexpr, SEQS: tl.constexpr, SEQ_COST: tl.constexpr,
+    LONG_PIECE: tl.constexpr, BALANCED: tl.constexpr, SEQS: tl.constexpr, THREADS: tl.constexpr, SEQ_COST: tl.constexpr,
 ):  # fmt: skip
     """Share the tiles of a batch out; every program finds its own group's share from all the lengths, and the sequences in it.
 
-    One program more than there are groups writes what is the same for all of them, and takes flags down.
+    One program more than there are groups writes what is the same for all of them, and takes flags down. SEQS, a power of 2,
+    is at least `num_seqs` and THREADS, those of the launch.
 
     GROUP pieces are a unit where there is more than one; else units are pieces of PIECE tiles, or LONG_PIECE beyond LONG_SEQ
     keys. Where sequences differ and shares are long, each sequence counts SEQ_COST tiles more, which is about what beginning
@@ -103,7 +104,6 @@ def plan_shares(
     group = tl.program_id(0)
     # A thread has EACH sequences, side by side, of which it makes sums by itself. "|" adds here; Triton does not see that it
     # does, so loads and stores keep to this order: else they get several, and masks go from one to another by shared memory.
-    THREADS: tl.constexpr = 32 if SEQS <= 256 else SEQS // 4
     EACH: tl.constexpr = SEQS // THREADS
     seqs = EACH * tl.arange(0, THREADS)[:, None] | tl.arange(0, EACH)[None, :]
     is_seq = seqs < num_seqs
